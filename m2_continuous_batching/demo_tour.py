@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,7 +17,6 @@ from rich.text import Text
 from m1_single_request.demo_tour import bullets, checked, headline, user_prompt
 from m1_single_request.events import some
 from m1_single_request.llm_engine import LLMEngine
-from m1_single_request.output_events import Finish
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import Records
@@ -66,7 +66,7 @@ def tour(engine: LLMEngine, params: SamplingParams, console: Console, *, num_pro
     engine.tracer.close()
     console.print(timeline.draw(console.width))
     show_answers(console, story, outputs)
-    bullets(console, facts(timeline, records))
+    bullets(console, facts(timeline, records, engine.stats()))
     text = [token_id for question in story for token_id in question.token_ids]
     longest = limits.max_num_batched_tokens // limits.max_num_seqs
     show_comparison(engine, make_workload(num_prompts, text, params, longest_prompt=longest), console)
@@ -122,23 +122,21 @@ def show_answers(console: Console, story: list[Question], outputs: list[RequestO
     console.print()
 
 
-def facts(timeline: Timeline, records: Records) -> list[str]:
-    """Return facts of a run with its numbers: the first event of some kinds, if there is one, and sums."""
+def facts(timeline: Timeline, records: Records, stats: Any) -> list[str]:
+    """Return facts of a run with its numbers: the first event of some kinds, if there is one, and totals of `stats`."""
     prefills = [pair for pair in records.of(Forward) if pair[1].mode == "prefill" and pair[1].num_requests > 1]
     waits = {rid: lane.states.count("queued") for rid, lane in timeline.lanes.items()}
     slowest = max(waits, key=waits.__getitem__)
     waiting = [pair for pair in records.of(NotAdmitted) if pair[1].rid == slowest]
-    usage = [event for _, event in records.of(KVUsage)]
-    places, padded = sum(u.useful_tokens + u.padded_tokens for u in usage), sum(u.padded_tokens for u in usage)
-    fullest = max(usage, key=lambda u: u.kv_bytes_used)
-    num_tokens = sum(event.out_len for _, event in records.of(Finish))
+    fullest = max((usage for _, usage in records.of(KVUsage)), key=lambda usage: usage.kv_bytes_used)
+    padded, places = stats.padded_tokens, stats.padded_tokens + stats.useful_tokens
     return [
         *(f"Step {step}: {event.explain()}" for step, event in [*prefills[:1], *records.of(LeftOut)[:1]]),
         *(f"{slowest} waits longest, {some(waits[slowest], 'step')}. Step {n}: {e.explain()}" for n, e in waiting[-1:]),
         f"Padding: {padded:,} of {places:,} places in the tensors of all steps hold no token ({padded / places:.0%}).",
         f"The fullest step: {fullest.explain()} A slot is as long as the longest request may become; m3 removes this.",
-        f"{some(len(timeline.steps), 'step')} made {some(num_tokens, 'output token')}. One request after the other "
-        f"takes {some(num_tokens, 'step')}.",
+        f"{some(stats.num_steps, 'step')} made {some(stats.num_output_tokens, 'output token')}. One request after the "
+        f"other takes {some(stats.num_output_tokens, 'step')}.",
     ]
 
 

@@ -32,7 +32,6 @@ from m4_radix_cache.mem_cache.events import CacheFlushed, Evicted, Inserted, Loc
 
 MOST_FORKS = 8  # deeper nodes are counted, not drawn: every fork indents the nodes below it
 MOST_RANGES = 3  # of slots that are listed
-MOST_TOKENS = 120  # at each end of a node that are decoded
 LEAST_ROOM = 12  # columns of a text
 GAP = " ... "
 STYLES = {"+": "green", "*": "cyan", " ": ""}
@@ -220,7 +219,8 @@ class _Row:
     def __init__(self, run: Sequence[Node], tokenizer: Any) -> None:
         first, slots = run[0], np.concatenate([node.slots for node in run])
         self.head, self.style = f"{first.mark} {first.number}  ", STYLES[first.mark]
-        self.text = _text([token_id for node in run for token_id in node.token_ids], tokenizer)
+        token_ids = [token_id for node in run for token_id in node.token_ids]
+        self.text = repr(tokenizer.decode(token_ids, skip_special_tokens=False))[1:-1]  # line breaks as escapes
         locks = f", {some(first.lock_ref, 'lock')}" if first.lock_ref else ""
         used = "" if first.last_access_time is None else f", used {first.last_access_time}"
         self.numbers = Text(f"{some(len(slots), 'token')}, slots {_ranges(slots)}", "dim")
@@ -233,12 +233,6 @@ class _Row:
         yield line
         for line in self.numbers.wrap(console, max(LEAST_ROOM, options.max_width - len(self.head))):
             yield Text(" " * len(self.head)).append(line)
-
-
-def _text(token_ids: Sequence[int], tokenizer: Any) -> str:
-    """Return tokens as text, of a long run both ends, with line breaks and the like as escapes."""
-    ends = [token_ids] if len(token_ids) <= 2 * MOST_TOKENS else [token_ids[:MOST_TOKENS], token_ids[-MOST_TOKENS:]]
-    return GAP.join(repr(tokenizer.decode(each, skip_special_tokens=False))[1:-1] for each in ends)
 
 
 def _shortened(text: str, width: int) -> str:

@@ -83,6 +83,13 @@ def test_a_flag_or_choice_that_does_not_exist_is_refused_with_the_usage(
     assert caught.value.code == 2 and "usage:" in err and flags.split()[0] in err
 
 
+@pytest.mark.parametrize("milestone", ["m2", "m3"])
+def test_a_prompt_is_answered_as_in_m1(milestone: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--prompt", "What is a KV cache?", *"--trace off --max-tokens 9 --temperature 1 --seed 4".split()]
+    answers = [(demo_of(each).main(flags), capsys.readouterr()) for each in ("m1", milestone)]
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("flags", ["--raw", "--raw --chat"])
 def test_raw_without_a_prompt_is_an_error(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo_of("m1").main(flags.split()) == 2

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from m1_single_request import demo as m1_demo
 from m2_continuous_batching import (
     EngineError,
     LLMEngine,
@@ -21,7 +20,6 @@ from m2_continuous_batching import (
     SamplingParams,
     TraceConfig,
     demo,
-    demo_comparison,
     demo_tour,
 )
 from m2_continuous_batching.demo_tour import LATE_AFTER, Question, make_story, run_story, tour
@@ -133,11 +131,6 @@ def test_ctrl_c_leaves_a_clean_terminal() -> None:
 # --- a prompt, a chat, wrong values -----------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_answered_as_in_m1(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--prompt", "What is a KV cache?", *"--trace off --max-tokens 9 --temperature 1 --seed 4".split()]
-    assert (demo.main(flags), capsys.readouterr()) == (m1_demo.main(flags), capsys.readouterr())
-
-
 def test_the_budget_of_a_conversation_fits_its_prompts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,14 +138,6 @@ def test_the_budget_of_a_conversation_fits_its_prompts(
     assert demo.main(["--chat", "--max-tokens", "4"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and out.count("model  >") == 2 and "Error" not in out
-
-
-def test_ctrl_c_during_the_comparison_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo_comparison, "fastest", interrupted)
-    assert demo.main([*SMALL]) == 130
 
 
 # --- the story on a tiny model ----------------------------------------------------------------------------------------

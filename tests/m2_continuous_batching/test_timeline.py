@@ -154,12 +154,12 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 # --- a real run -------------------------------------------------------------------------------------------------------
 
 
-Story = tuple[Timeline, Records, dict[str, int]]
+Story = tuple[Timeline, Records, dict[str, int], Any]
 
 
 @pytest.fixture(params=EXECUTIONS)
 def story(request: pytest.FixtureRequest, make_engine: MakeEngine) -> Story:
-    """Three requests; then three late ones, of which one is as long as the budget; and how many tokens each made."""
+    """Three requests; then three late ones, of which one is as long as the budget; the tokens of each, and totals."""
     timeline, records, lengths = Timeline(), Records(), dict[str, int]()
     engine = make_engine(**limits(3, 24, request.param), trace_config=TraceConfig(readers=(timeline, records)))
 
@@ -174,11 +174,11 @@ def story(request: pytest.FixtureRequest, make_engine: MakeEngine) -> Story:
         add(prompt_len, max_tokens)
     for _ in unfinished(engine):
         engine.step()
-    return timeline, records, lengths
+    return timeline, records, lengths, engine.stats()
 
 
 def test_a_lane_has_a_place_for_every_token_and_no_step_too_many(story: Story) -> None:
-    timeline, _, lengths = story
+    timeline, _, lengths, _ = story
     for request_id, lane in timeline.lanes.items():
         assert lane.finished and lane.states.count("prefill") == 1
         assert lane.states.count("prefill") + lane.states.count("decode") == lengths[request_id]
@@ -189,8 +189,8 @@ def test_a_lane_has_a_place_for_every_token_and_no_step_too_many(story: Story) -
 
 
 def test_the_facts_have_the_numbers_of_the_run(story: Story) -> None:
-    timeline, records, lengths = story
-    words = "\n".join(facts(timeline, records))
+    timeline, records, lengths, stats = story
+    words = "\n".join(facts(timeline, records, stats))
     for part in (
         "Step 5: No token for req-1, req-2: the budget of 24 is used up.",
         "req-5 waits longest, 7 steps. Step 9: req-5 must wait: max_num_seqs = 3 requests run already.",
@@ -206,11 +206,12 @@ def test_a_timeline_of_a_file_is_that_of_the_run(make_engine: MakeEngine, tmp_pa
     trace = TraceConfig(jsonl=tmp_path / "t.jsonl", readers=(timeline, records))
     engine = make_engine(**limits(2, 12), trace_config=trace)
     engine.generate_batch([[5, 6, 7], [5, 6, 7, 8, 9], [8] * 11], [greedy(9), greedy(4), greedy(2)])
+    stats = engine.stats()
     engine.close()
     read = Records(read_trace(tmp_path / "t.jsonl", "m2_continuous_batching"))
     for record in read:
         later.read(record)
-    assert drawn(later, 40) == drawn(timeline, 40) and facts(later, read) == facts(timeline, records)
+    assert drawn(later, 40) == drawn(timeline, 40) and facts(later, read, stats) == facts(timeline, records, stats)
     assert read == records
 
 
@@ -220,7 +221,7 @@ def test_the_facts_say_what_was_padding_and_what_was_reserved(make_engine: MakeE
         timeline, records = Timeline(), Records()
         engine = make_engine(**limits(2, None, execution), trace_config=TraceConfig(readers=(timeline, records)))
         engine.generate_batch([[5, 6, 7], [5, 6, 7, 8, 9]], [greedy(2), greedy(2)])
-        words[execution] = "\n".join(facts(timeline, records))
+        words[execution] = "\n".join(facts(timeline, records, engine.stats()))
     assert "Step 1: Forward of all prefills: 2 x 5, 2 of 10 places are padding" in words["padded"]
     assert "Padding: 2 of 12 places in the tensors of all steps hold no token (17%)" in words["padded"]
     assert "Padding: 0 of 10 places" in words["per_request"] and "Forward" not in words["per_request"]

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from m1_single_request import demo as m1_demo
 from m1_single_request.errors import EngineError
 from m2_continuous_batching import demo_tour as m2_demo_tour
-from m2_continuous_batching.demo_comparison import Run, run
+from m2_continuous_batching.demo_comparison import Run
 from m2_continuous_batching.demo_tour import LATE_AFTER
 from m3_paged_attention import DEFAULT_MODEL, CacheConfig, SamplingParams, TraceConfig, demo, demo_tour
 from m3_paged_attention.demo_tour import conclusions, several, tour
-from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting
+from tests.m3_paged_attention.engines import greedy
 from tests.support.demos import events_of, words
 
 
@@ -114,11 +113,6 @@ def test_random_weights_are_not_compared(capsys: pytest.CaptureFixture[str]) -> 
 # --- a prompt, a chat, wrong values -----------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_answered_as_in_m1(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--prompt", "What is a KV cache?", *"--trace off --max-tokens 9 --temperature 1 --seed 4".split()]
-    assert (demo.main(flags), capsys.readouterr()) == (m1_demo.main(flags), capsys.readouterr())
-
-
 def test_the_model_that_ships_runs_on_one_thread_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", threads.append)
@@ -134,13 +128,6 @@ def test_several_answers_to_a_prompt_are_all_shown(capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert err == "" and "step    1  prefill" in out
     assert re.findall(r"^answer (\d)  ", out, re.MULTILINE) == ["0", "1", "2"] and out.count("length, 5 tokens") == 3
-
-
-def test_a_conversation_is_that_of_m1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is a KV cache?\nWhat is prefill?\n"))
-    assert demo.main(["--chat", "--max-tokens", "4", "--num-blocks", "8"]) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and out.count("model  >") == 2 and "Error" not in out
 
 
 def test_a_live_map_is_drawn_after_every_step_and_leaves_nothing_behind(
@@ -168,11 +155,6 @@ def test_several_answers_differ() -> None:
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
-
-
-def test_a_request_that_fails_ends_the_comparison(make_engine: MakeEngine) -> None:
-    with pytest.raises(EngineError, match="failed"):
-        run(make_engine(**setting(6, blocks=3)), [(ids(10), greedy(30))], 1)
 
 
 def test_the_differences_are_put_in_words() -> None:

@@ -14,8 +14,6 @@ from m1_single_request.trace_file import read_trace
 from m1_single_request.tracer import TraceRecord
 from m4_radix_cache import (
     CacheConfig,
-    EngineError,
-    LLMEngine,
     SamplingParams,
     SchedulerConfig,
     TraceConfig,
@@ -212,18 +210,3 @@ def test_a_conversation_that_becomes_too_long_is_an_error_and_may_be_reset(
     before, after = out.split("forgotten")
     assert err == "" and before.count("PromptTooLongError") == 1 and "max_model_len is 64" in " ".join(before.split())
     assert "18 prompt tokens: " in after and "Error" not in after
-
-
-def test_an_interrupt_and_a_failed_request_end_the_demo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(error: BaseException) -> Any:
-        def step(self: LLMEngine) -> Any:
-            raise error
-
-        return step
-
-    for error, status in ((KeyboardInterrupt(), 130), (EngineError("no memory left"), 2)):
-        monkeypatch.setattr(LLMEngine, "_advance", fail(error))
-        assert demo.main([]) == status
-    assert "no memory left" in capsys.readouterr().err
