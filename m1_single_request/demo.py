@@ -52,11 +52,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def make_parser(
-    prog: str, doc: str | None, flags: Flags, spelled: Mapping[str, Sequence[str]], **defaults: object
+    prog: str, doc: str | None, flags: Flags, spelled: Mapping[str, Sequence[str]]
 ) -> argparse.ArgumentParser:
     """Return a parser of `--prompt`, `--chat`, the trace and these flags. Its description is `doc` after the title.
 
-    `spelled`: flags of fields that are not spelled as `--its-name`. `defaults`: of fields, where not their class's.
+    `spelled`: flags of fields that are not spelled as `--its-name`.
     """
     text = " ".join((doc or "").partition("\n\n")[2].split())
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=text.replace("`", ""))
@@ -71,7 +71,7 @@ def make_parser(
     )
     parser.add_argument("--trace-file", metavar="OUT.jsonl", help="Write every event to this file, one per line.")
     for title, (config_class, names) in flags.items():
-        add_flags(parser.add_argument_group(title), config_class, names.split(), spelled, defaults)
+        add_flags(parser.add_argument_group(title), config_class, names.split(), spelled)
     return parser
 
 

@@ -1,6 +1,6 @@
 """Flags of a command line, made of configuration classes: name, type, choices and help of a flag come from its field.
 
-    add_flags(parser.add_argument_group("batching"), SchedulerConfig, ("max_num_seqs", "execution"))
+    add_flags(parser.add_argument_group("batching"), SchedulerConfig, ("max_num_seqs", "execution"), spelled={})
     args = parser.parse_args()                          # has --max-num-seqs and --execution
     config = config_of(args, SchedulerConfig, max_num_seqs=4)   # with the default of the caller, not of the class
 
@@ -21,25 +21,16 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 T = TypeVar("T")
 
 
-def add_flags(
-    group: Any,
-    config_class: type,
-    names: Sequence[str],
-    spelled: Mapping[str, Sequence[str]],
-    defaults: Mapping[str, Any],
-) -> None:
-    """Add a flag for each of these fields.
-
-    `spelled`: flags of fields that are not spelled as `--its-name`. `defaults`: values that replace those of the class.
-    """
+def add_flags(group: Any, config_class: type, names: Sequence[str], spelled: Mapping[str, Sequence[str]]) -> None:
+    """Add a flag for each of these fields. `spelled`: flags of fields that are not spelled as `--its-name`."""
     types, texts = get_type_hints(config_class), field_docs(config_class)
-    values = {field.name: field.default for field in fields(config_class)} | dict(defaults)
+    values = {field.name: field.default for field in fields(config_class)}
     for name in names:
         flags = spelled.get(name, [f"--{name.replace('_', '-')}"])
         default = "" if values[name] in (None, ()) else f" Default: {values[name]}."
         text = f"{texts[name]}{default}".replace(" None: ", " Default: ").replace("%", "%%")
-        options = {"dest": f"{config_class.__name__}.{name}", "default": defaults.get(name)}
-        group.add_argument(*flags, help=text, **options, **_options(types[name], name))
+        dest = f"{config_class.__name__}.{name}"
+        group.add_argument(*flags, dest=dest, help=text, **_options(types[name], name))
 
 
 def config_of(args: argparse.Namespace, config_class: type[T], **defaults: Any) -> T:
@@ -51,7 +42,7 @@ def config_of(args: argparse.Namespace, config_class: type[T], **defaults: Any) 
 
 
 def given(args: argparse.Namespace, config_class: type) -> dict[str, Any]:
-    """Return the values of the flags of this class that are given or have a default of the demo's own, by field."""
+    """Return the values of the flags of this class that are given, by field."""
     start = f"{config_class.__name__}."
     found = {name.removeprefix(start): value for name, value in vars(args).items() if name.startswith(start)}
     return {name: value for name, value in found.items() if value is not None}

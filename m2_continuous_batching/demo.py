@@ -32,23 +32,29 @@ class DemoConfig:
         check_whole_number("num_prompts", self.num_prompts, low=1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits(SchedulerConfig):
+    """The limits of a batch: of fewer requests, so that some of the tour must wait."""
+
+    max_num_seqs: int = 4
+
+
 FLAGS: m1.Flags = {
     **m1.FLAGS,
-    "batching": (SchedulerConfig, "max_num_seqs max_num_batched_tokens execution"),
+    "batching": (Limits, "max_num_seqs max_num_batched_tokens execution"),
     "tour": (DemoConfig, "num_prompts"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status."""
-    parser = m1.make_parser("m2_continuous_batching.demo", __doc__, FLAGS, spelled={}, max_num_seqs=4)
-    return m1.exit_status(run, parser.parse_args(argv))
+    return m1.exit_status(run, m1.make_parser("m2_continuous_batching.demo", __doc__, FLAGS, {}).parse_args(argv))
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
     params, trace, demo = config_of(args, SamplingParams), m1.trace_config(args, console), config_of(args, DemoConfig)
-    limits = config_of(args, SchedulerConfig)
+    limits = config_of(args, Limits)
     if m1.is_tour(args) and limits.max_num_batched_tokens is None:
         limits = replace(limits, max_num_batched_tokens=max(TOUR_BUDGET, limits.max_num_seqs))
     with LLMEngine(model_config=m1.model_config(args), scheduler_config=limits, trace_config=trace) as engine:

@@ -77,7 +77,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of every request."""
-    return vars(config_of(args, RequestConfig))
+    config = config_of(args, RequestConfig)
+    return {"priority": config.priority, "cache_salt": config.cache_salt}
 
 
 def cache_config(args: argparse.Namespace) -> CacheConfig:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -38,8 +38,8 @@ class Config(Base):
 FLAGS = {"things": (Config, "size mode share words kinds chunked")}
 
 
-def parsed(*flags: str, **defaults: Any) -> argparse.Namespace:
-    parser = make_parser("m9_x.demo", "Title.\n\nText of\nthe `demo`.", FLAGS, {"size": ["--size", "-s"]}, **defaults)
+def parsed(*flags: str) -> argparse.Namespace:
+    parser = make_parser("m9_x.demo", "Title.\n\nText of\nthe `demo`.", FLAGS, {"size": ["--size", "-s"]})
     return parser.parse_args(flags)
 
 
@@ -50,21 +50,21 @@ def test_a_flag_has_the_type_of_its_field() -> None:
     assert config_of(parsed("-s", "4"), Config) == Config(size=4)
 
 
-def test_defaults_are_those_of_the_class_the_demo_or_the_caller() -> None:
+def test_defaults_are_those_of_the_class_or_the_caller() -> None:
     assert config_of(parsed(), Config) == Config() and given(parsed(), Config) == {}
-    assert config_of(parsed(size=7), Config, share=0.1) == Config(size=7, share=0.1)
-    assert config_of(parsed("--size", "8", size=7), Config, size=9) == Config(size=8)
+    assert config_of(parsed(), Config, size=7) == Config(size=7)
+    assert config_of(parsed("--size", "8"), Config, size=9) == Config(size=8)
 
 
 def test_help_comes_from_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
     assert field_docs(Config)["size"] == "Size in tokens. None: 100 % of it."
     with pytest.raises(SystemExit) as caught:
-        parsed("--help", share=0.25)
+        parsed("--help")
     out = " ".join(capsys.readouterr().out.split())
     assert caught.value.code == 0
     for part in (
         "usage: python -m m9_x.demo", "Text of the demo.", "things:", "Size in tokens. Default: 100 % of it.",
-        "--mode {fast,slow} The mode. Default: fast.", "A share. Default: 0.25.", "--no-chunked In chunks.",
+        "--mode {fast,slow} The mode. Default: fast.", "A share. Default: 0.5.", "--no-chunked In chunks.",
     ):  # fmt: skip
         assert part in out, part
 
