@@ -41,16 +41,15 @@ class Question:
 
     title: str
     token_ids: list[int]
+    params: SamplingParams
     arrival: int
     """Number of steps before it."""
-    params: SamplingParams | None = None
-    """Sampling parameters of this question only."""
 
 
 def tour(engine: LLMEngine, params: SamplingParams, console: Console, *, num_prompts: int, is_live: bool) -> None:
     """Draw the questions step by step, and print facts of this run; then compare two ways to batch."""
     limits, timeline, records = engine.config.scheduler, Timeline(), Records()
-    story = make_story(engine, limits.max_num_batched_tokens)
+    story = make_story(engine, params, limits.max_num_batched_tokens)
     headline(
         console,
         "1. Requests join and leave at every step",
@@ -62,7 +61,7 @@ def tour(engine: LLMEngine, params: SamplingParams, console: Console, *, num_pro
     engine.tracer.attach(timeline)
     engine.tracer.attach(records)
     draw = partial(timeline.draw, console.width, latest=True) if is_live else None
-    outputs = run_story(engine, story, params, console, draw)
+    outputs = run_story(engine, story, console, draw)
     engine.tracer.close()
     console.print(timeline.draw(console.width))
     show_answers(console, story, outputs)
@@ -75,7 +74,7 @@ def tour(engine: LLMEngine, params: SamplingParams, console: Console, *, num_pro
 # --- 1. the questions -------------------------------------------------------------------------------------------------
 
 
-def make_story(engine: LLMEngine, budget: int) -> list[Question]:
+def make_story(engine: LLMEngine, params: SamplingParams, budget: int) -> list[Question]:
     """Return the questions as prompts of this model. One has as many facts before it as `budget` tokens allow."""
     limit = min(budget, engine.stats().max_model_len - 1)
     facts = [f"The code of {noun} is {4821 - 531 * i:04}. " for i, noun in enumerate(NOUNS)]
@@ -84,14 +83,12 @@ def make_story(engine: LLMEngine, budget: int) -> list[Question]:
 
     def question(text: str, arrival: int) -> Question:
         title, prompt = text.format(facts=f"{len(facts)} facts. "), text.format(facts="".join(facts))
-        return Question(title, user_prompt(engine, prompt), arrival)
+        return Question(title, user_prompt(engine, prompt), params, arrival)
 
     return [*(question(text, 0) for text in FIRST), *(question(text, LATE_AFTER) for text in LATE)]
 
 
-def run_story(
-    engine: LLMEngine, story: list[Question], params: SamplingParams, console: Console, draw: Draw | None
-) -> list[RequestOutput]:
+def run_story(engine: LLMEngine, story: list[Question], console: Console, draw: Draw | None) -> list[RequestOutput]:
     """Run steps until all questions are answered. Late ones arrive earlier if the engine is idle before.
 
     On a terminal, what `draw` returns is drawn after each step, and erased in the end.
@@ -103,7 +100,7 @@ def run_story(
             now = num_steps if engine.has_unfinished_requests() else coming[0].arrival
             while coming and coming[0].arrival <= now:
                 question = coming.pop(0)
-                outputs[engine.add_request(question.token_ids, question.params or params)] = None
+                outputs[engine.add_request(question.token_ids, question.params)] = None
             outputs |= engine.step()
             num_steps += 1
             if live is not None and draw is not None:

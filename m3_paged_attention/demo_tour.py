@@ -58,9 +58,9 @@ def tour(
         console.print(Text(f"{KEY}\n"))
         budget = engine.config.scheduler.resolved(sized.max_model_len).max_num_batched_tokens
         longest = min(sized.num_blocks * sized.block_size, budget)
-        story = make_story(engine, longest)
+        story = make_story(engine, single, longest)
         story = [replace(each, params=several(params)) if each.title == FORKED else each for each in story]
-        outputs = run_story(engine, story, single, console, None if trace.readers else latest)
+        outputs = run_story(engine, story, console, None if trace.readers else latest)
         engine.tracer.close()
         for title, frame in highlights(block_map.frames):
             console.print(Text(title, style="bold"), draw(frame, console.width), Text(""), sep="\n")

@@ -15,14 +15,11 @@ from rich.console import Console
 
 from m2_continuous_batching import (
     EngineError,
-    LLMEngine,
-    RequestOutput,
-    SamplingParams,
     TraceConfig,
     demo,
     demo_tour,
 )
-from m2_continuous_batching.demo_tour import LATE_AFTER, Question, make_story, run_story, tour
+from m2_continuous_batching.demo_tour import LATE_AFTER, make_story, run_story, tour
 from m2_continuous_batching.views.timeline import Timeline
 from tests.m2_continuous_batching.engines import MakeEngine, greedy, limits
 from tests.support.demos import events_of, words
@@ -143,11 +140,6 @@ def test_the_budget_of_a_conversation_fits_its_prompts(
 # --- the story on a tiny model ----------------------------------------------------------------------------------------
 
 
-def silently(engine: LLMEngine, story: list[Question], params: SamplingParams) -> list[RequestOutput]:
-    """Run a story without a view."""
-    return run_story(engine, story, params, Console(), None)
-
-
 def test_a_live_timeline_is_drawn_after_every_step_and_whole_at_the_end(
     without_comparison: None, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +178,7 @@ def test_the_late_questions_come_late_or_when_nothing_else_is_left(
 ) -> None:
     timeline = Timeline()
     engine = make_engine(**limits(8, 256), trace_config=TraceConfig(readers=(timeline,)))
-    outputs = silently(engine, make_story(engine, 256), greedy(max_tokens))
+    outputs = run_story(engine, make_story(engine, greedy(max_tokens), 256), Console(), None)
     assert [output.request_id for output in outputs] == [f"req-{i}" for i in range(8)]
     assert all(len(output.token_ids) == max_tokens for output in outputs)
     assert [lane.begin for lane in timeline.lanes.values()] == [0] * 3 + [arrival] * 5
@@ -194,18 +186,18 @@ def test_the_late_questions_come_late_or_when_nothing_else_is_left(
 
 @pytest.mark.parametrize("budget", [60, 90, 128])
 def test_the_long_prompt_is_as_long_as_the_budget_allows(budget: int, make_engine: MakeEngine) -> None:
-    story = make_story(make_engine(), budget)
+    story = make_story(make_engine(), greedy(2), budget)
     longest = max(story, key=lambda question: len(question.token_ids))
     assert "facts. " in longest.title and budget / 2 < len(longest.token_ids) <= budget
 
 
 def test_a_failed_question_is_an_error(make_engine: MakeEngine) -> None:
     engine = make_engine(**limits(4, 256))
-    story = make_story(engine, 256)
+    story = make_story(engine, greedy(2), 256)
 
     def broken(*args: Any) -> Any:
         raise RuntimeError("it broke")
 
     engine.engine_core.executor.worker.model_runner.execute_model_batch = broken
     with pytest.raises(EngineError, match="it broke"):
-        silently(engine, story, SamplingParams(max_tokens=2))
+        run_story(engine, story, Console(), None)
