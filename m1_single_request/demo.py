@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from m1_single_request.config import ModelConfig, TraceConfig
-from m1_single_request.demo_tour import checked, show_answer, tour, user_prompt
+from m1_single_request.demo_tour import checked, show_answer, text_of, tour, user_prompt
 from m1_single_request.errors import ConfigError, EngineError
 from m1_single_request.flags import add_flags, config_of
 from m1_single_request.input_processor import Message
@@ -54,12 +54,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
 def make_parser(
     prog: str, doc: str | None, flags: Flags, spelled: Mapping[str, Sequence[str]]
 ) -> argparse.ArgumentParser:
-    """Return a parser of `--prompt`, `--chat`, the trace and these flags. Its description is `doc` after the title.
+    """Return a parser of `--prompt`, `--chat`, the trace and these flags. Its description is the text of `doc`.
 
     `spelled`: flags of fields that are not spelled as `--its-name`.
     """
-    text = " ".join((doc or "").partition("\n\n")[2].split())
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=text.replace("`", ""))
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=text_of(doc).replace("`", ""))
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("--prompt", help="Answer this prompt and stop.")
     asked.add_argument("--chat", action="store_true", help="Hold a conversation; /reset forgets it, /quit ends it.")

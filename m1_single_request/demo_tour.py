@@ -75,6 +75,11 @@ def user_prompt(engine: LLMEngine, content: Any) -> list[int]:
     return engine.chat_prompt([{"role": "user", "content": content}])
 
 
+def text_of(doc: str | None) -> str:
+    """Return a docstring without its first line, in one line."""
+    return " ".join((doc or "").partition("\n\n")[2].split())
+
+
 def headline(console: Console, title: str, remark: str) -> None:
     """Print the title of a part of the tour, and a remark on what to look at."""
     console.print()

@@ -1,6 +1,7 @@
 """Tour of the demo: three requests and a burst of later ones, drawn step by step; then two ways to batch, compared.
 
-Part of `python -m m2_continuous_batching.demo`; no part of the engine depends on it.
+Part of `python -m m2_continuous_batching.demo`; no part of the engine depends on it. The remark that opens a part is
+the text of its function's docstring.
 """
 
 import time
@@ -14,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from m1_single_request.demo_tour import bullets, checked, headline, user_prompt
+from m1_single_request.demo_tour import bullets, checked, headline, text_of, user_prompt
 from m1_single_request.events import some
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import RequestOutput
@@ -47,17 +48,16 @@ class Question:
 
 
 def tour(engine: LLMEngine, params: SamplingParams, console: Console, *, num_prompts: int, is_live: bool) -> None:
-    """Draw the questions step by step, and print facts of this run; then compare two ways to batch."""
+    """Draw the questions step by step, and print facts of this run; then compare two ways to batch.
+
+    {first} questions at the start, {late} more after step {after}. At most {limits.max_num_seqs} requests run at a time
+    (max_num_seqs), with at most {limits.max_num_batched_tokens} new tokens in a step (max_num_batched_tokens). The
+    model of the course was not trained on the first three questions: watch the times of its answers, not their text.
+    """
     limits, timeline, records = engine.config.scheduler, Timeline(), Records()
     story = make_story(engine, params, limits.max_num_batched_tokens)
-    headline(
-        console,
-        "1. Requests join and leave at every step",
-        f"{len(FIRST)} questions at the start, {len(LATE)} more after step {LATE_AFTER}. At most "
-        f"{limits.max_num_seqs} requests run at a time (max_num_seqs), with at most {limits.max_num_batched_tokens} "
-        f"new tokens in a step (max_num_batched_tokens). The model of the course was not trained on the first three "
-        f"questions: watch the times of its answers, not their text.",
-    )
+    numbers = {"first": len(FIRST), "late": len(LATE), "after": LATE_AFTER, "limits": limits}
+    open_part(console, "1. Requests join and leave at every step", tour, **numbers)
     engine.tracer.attach(timeline)
     engine.tracer.attach(records)
     draw = partial(timeline.draw, console.width, latest=True) if is_live else None
@@ -69,6 +69,11 @@ def tour(engine: LLMEngine, params: SamplingParams, console: Console, *, num_pro
     text = [token_id for question in story for token_id in question.token_ids]
     longest = limits.max_num_batched_tokens // limits.max_num_seqs
     show_comparison(engine, make_workload(num_prompts, text, params, longest_prompt=longest), console)
+
+
+def open_part(console: Console, title: str, part: Any, **numbers: object) -> None:
+    """Print the title of a part of a tour, and the text of its function's docstring with these numbers."""
+    headline(console, title, text_of(part.__doc__).format(**numbers))
 
 
 # --- 1. the questions -------------------------------------------------------------------------------------------------
@@ -141,15 +146,15 @@ def facts(timeline: Timeline, records: Records, stats: Any) -> list[str]:
 
 
 def show_comparison(engine: LLMEngine, workload: Workload, console: Console) -> None:
-    """Measure static batching and continuous batching on the same requests."""
+    """Measure static batching and continuous batching on the same requests.
+
+    The same {count} requests twice, with {least} to {most} output tokens, all of which wait from the start. Static:
+    {size} are submitted at a time, the next {size} when all of these have ended. Continuous: all at once. Latency is
+    the mean time from the start to the end of a request.
+    """
     lengths, size = [params.max_tokens for _, params in workload], engine.config.scheduler.max_num_seqs
-    headline(
-        console,
-        "2. Static batching against continuous batching",
-        f"The same {len(workload)} requests twice, with {min(lengths)} to {max(lengths)} output tokens, all of which "
-        f"wait from the start. Static: {size} are submitted at a time, the next {size} when all of these have ended. "
-        f"Continuous: all at once. Latency is the mean time from the start to the end of a request.",
-    )
+    numbers = {"count": len(workload), "least": min(lengths), "most": max(lengths), "size": size}
+    open_part(console, "2. Static batching against continuous batching", show_comparison, **numbers)
     groups = {"static": size, "continuous": len(workload)}
     runs = compare({name: partial(run, engine, workload, count) for name, count in groups.items()}, console)
     bullets(console, [conclusion(runs["static"], runs["continuous"], size), same_answers(runs)])

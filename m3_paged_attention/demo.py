@@ -61,19 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
-    demo, trace = config_of(args, DemoConfig), m1.trace_config(args, console)
+    demo = config_of(args, DemoConfig)
     configs: dict[str, Any] = {
         "model_config": config_of(args, ModelConfig),
         "scheduler_config": config_of(args, SchedulerConfig),
         "cache_config": config_of(args, CacheConfig),
+        "trace_config": m1.trace_config(args, console),
     }
     demo.set_threads(configs["model_config"])
     if m1.is_tour(args):
         params = config_of(args, SamplingParams, n=NUM_ANSWERS)
         configs["cache_config"] = replace(configs["cache_config"], **little_memory(args))
-        tour(configs, trace, params, console, num_prompts=demo.num_prompts)
+        tour(configs, params, console, num_prompts=demo.num_prompts)
         return
-    with LLMEngine(**configs, trace_config=trace) as engine:
+    with LLMEngine(**configs) as engine:
         m1.Conversation(engine, answer_params(args), console).run(args)
 
 

@@ -1,6 +1,7 @@
 """Tour of the demo: m2's burst of questions in a KV memory of a few blocks, with a map of them; then m2 and m3.
 
-Part of `python -m m3_paged_attention.demo`; no part of the engine depends on it.
+Part of `python -m m3_paged_attention.demo`; no part of the engine depends on it. The remark that opens a part is the
+text of its function's docstring.
 """
 
 from dataclasses import replace
@@ -11,13 +12,13 @@ import torch
 from rich.console import Console, Group
 from rich.text import Text
 
-from m1_single_request.config import ModelConfig as FileModelConfig, TraceConfig
-from m1_single_request.demo_tour import bullets, headline
+from m1_single_request.config import ModelConfig as FileModelConfig
+from m1_single_request.demo_tour import bullets
 from m1_single_request.events import size, some
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching import LLMEngine as SlotEngine, SchedulerConfig as SlotSchedulerConfig
 from m2_continuous_batching.demo_comparison import Run, Workload, compare, make_workload, run, same_answers
-from m2_continuous_batching.demo_tour import FIRST, LATE, LATE_AFTER, make_story, run_story, show_answers
+from m2_continuous_batching.demo_tour import FIRST, LATE, LATE_AFTER, make_story, open_part, run_story, show_answers
 from m3_paged_attention.events import KVSized
 from m3_paged_attention.kv_events import BlockCopied, BlocksForked
 from m3_paged_attention.llm_engine import LLMEngine
@@ -30,31 +31,28 @@ FORKED = FIRST[1]  # the question that gets several answers
 NUM_ANSWERS = 3
 
 
-def tour(
-    configs: dict[str, Any], trace: TraceConfig, params: SamplingParams, console: Console, *, num_prompts: int
-) -> None:
+def tour(configs: dict[str, Any], params: SamplingParams, console: Console, *, num_prompts: int) -> None:
     """Run m2's questions, draw the blocks at the first event of each kind, and print facts; then compare with m2.
 
-    `params.n` answers are for one question.
+    The burst of m2's demo: {first} questions at the start, {late} more after step {after}, with {answers} to
+    {forked!r}. The KV memory is {blocks} of {tokens}, {memory} with block 0, which is never allocated. A slot of m2 is
+    as long as the longest request may become: {most:,} tokens, {slot}. For m2 this memory is {slots:.2f} slots.
     """
-    block_map, single = BlockMap(), replace(params, n=1)
+    block_map, single, trace = BlockMap(), replace(params, n=1), configs["trace_config"]
 
     def latest() -> Group:
         return draw(block_map.frames[-1], console.width, most=6)
 
-    with LLMEngine(**configs, trace_config=replace(trace, readers=(*trace.readers, block_map))) as engine:
+    configs = {**configs, "trace_config": replace(trace, readers=(*trace.readers, block_map))}
+    with LLMEngine(**configs) as engine:
         sized = block_map.sized
         assert sized is not None, "a map that is attached from the start has the size of the memory"
         slot_bytes = sized.max_model_len * sized.bytes_per_token
-        headline(
-            console,
-            "1. A burst of requests in a few blocks",
-            f"The burst of m2's demo: {len(FIRST)} questions at the start, {len(LATE)} more after step {LATE_AFTER}, "
-            f"with {some(params.n, 'answer')} to {FORKED!r}. The KV memory is {some(sized.num_blocks, 'block')} of "
-            f"{some(sized.block_size, 'token')}, {size(sized.num_bytes)} with block 0, which is never allocated. A "
-            f"slot of m2 is as long as the longest request may become: {sized.max_model_len:,} tokens, "
-            f"{size(slot_bytes)}. For m2 this memory is {sized.num_bytes / slot_bytes:.2f} slots.",
-        )
+        questions = {"first": len(FIRST), "late": len(LATE), "after": LATE_AFTER, "forked": FORKED}
+        blocks = {"blocks": some(sized.num_blocks, "block"), "tokens": some(sized.block_size, "token")}
+        memory = {"memory": size(sized.num_bytes), "slot": size(slot_bytes), "slots": sized.num_bytes / slot_bytes}
+        numbers = {**questions, **blocks, **memory, "answers": some(params.n, "answer"), "most": sized.max_model_len}
+        open_part(console, "1. A burst of requests in a few blocks", tour, **numbers)
         console.print(Text(f"{KEY}\n"))
         budget = engine.config.scheduler.resolved(sized.max_model_len).max_num_batched_tokens
         longest = min(sized.num_blocks * sized.block_size, budget)
@@ -116,16 +114,16 @@ def facts(frames: list[Frame], sized: KVSized) -> list[str]:
 
 
 def show_comparison(engine: LLMEngine, sized: KVSized, workload: Workload, console: Console) -> None:
-    """Measure m3, and m2 with as many slots as fit into the same memory, on the same requests."""
+    """Measure m3, and m2 with as many slots as fit into the same memory, on the same requests.
+
+    {requests}, all of which wait from the start; {threads}. m2 has {slots} of {tokens} tokens, the length of the
+    longest request of this workload, which no engine knows beforehand. m3 has its blocks.
+    """
     num_tokens = min(max(len(prompt) + own.max_tokens for prompt, own in workload), sized.max_model_len)
     num_slots = (sized.num_blocks + 1) * sized.block_size // num_tokens  # with block 0
-    headline(
-        console,
-        "2. m2 against m3 on the same bytes",
-        f"{some(len(workload), 'request')}, all of which wait from the start; "
-        f"{some(torch.get_num_threads(), 'CPU thread')}. m2 has {some(num_slots, 'slot')} of {num_tokens} tokens, the "
-        f"length of the longest request of this workload, which no engine knows beforehand. m3 has its blocks.",
-    )
+    requests, threads = some(len(workload), "request"), some(torch.get_num_threads(), "CPU thread")
+    numbers = {"requests": requests, "threads": threads, "slots": some(num_slots, "slot"), "tokens": num_tokens}
+    open_part(console, "2. m2 against m3 on the same bytes", show_comparison, **numbers)
     model = engine.config.model
     if model.load_format == "dummy" or not num_slots:
         bullets(console, ["Nothing is compared: m2 needs the files of a model, and memory for a slot."])

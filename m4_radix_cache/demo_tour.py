@@ -1,8 +1,8 @@
 """Tour of the demo: many users of one system prompt, a conversation, and a memory that is too small.
 
-Part of `python -m m4_radix_cache.demo`; no part of the engine depends on it. The remark that opens a part is the second
-paragraph of its function's docstring. The model that ships explains terms of LLM inference and restates codes from its
-prompt, so a wrong page in the cache would show in an answer.
+Part of `python -m m4_radix_cache.demo`; no part of the engine depends on it. The remark that opens a part is the text
+of its function's docstring. The model that ships explains terms of LLM inference and restates codes from its prompt, so
+a wrong page in the cache would show in an answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.text import Text
 
 from m1_single_request import trace_readers
-from m1_single_request.demo_tour import bullets, checked, headline
+from m1_single_request.demo_tour import bullets, checked
 from m1_single_request.events import Event, RequestAdded, some
 from m1_single_request.input_processor import Message
 from m1_single_request.trace_readers import readers_of
 from m1_single_request.tracer import TraceReader
+from m2_continuous_batching.demo_tour import open_part
 from m3_paged_attention.demo_tour import several
 from m4_radix_cache import CacheConfig, LLMEngine, RequestOutput, SamplingParams, TraceConfig
 from m4_radix_cache.events import Admit, Audit, Matched, PolicyOrder, Retract
@@ -85,11 +86,6 @@ class Stage:
         self.engines.append(self.stack.enter_context(engine))
         return engine
 
-    def headline(self, title: str, part: Any, **numbers: object) -> None:
-        """Print the title of a part, and the remark in the docstring of its function, with these numbers."""
-        remark = " ".join((part.__doc__ or "").partition("\n\n")[2].split())
-        headline(self.console, title, remark.format(**numbers))
-
     def answer(self, engine: Any, *prompts: list[int], salts: Sequence[str] = ()) -> list[RequestOutput]:
         """Run requests that arrive at once, under these salts; return their outputs."""
         options = [dict(self.options, cache_salt=salt) for salt in salts] or [dict(self.options)] * len(prompts)
@@ -137,7 +133,7 @@ class Tour(Stage):
         each.
         """
         users, tokens = some(len(prompts), "user"), some(engine.config.cache.page_size, "token")
-        self.headline("1. Many users, one system prompt", self.show_users, users=users, tokens=tokens)
+        open_part(self.console, "1. Many users, one system prompt", self.show_users, users=users, tokens=tokens)
         outputs = self.answer(engine, *prompts)
         bullets(self.console, [f"{output.request_id}: {reuse(output)}" for output in outputs])
         best = max(outputs, key=lambda output: output.metrics.cached_tokens)
@@ -160,7 +156,7 @@ class Tour(Stage):
         The cache is empty again. One user asks question after question. Each request has the whole conversation,
         because a model remembers nothing. Compare the tokens that are reused with the prompt of the turn before.
         """
-        self.headline("2. A conversation", self.show_conversation)
+        open_part(self.console, "2. A conversation", self.show_conversation)
         engine.flush_cache()
         past: list[Message] = [SYSTEM]
         for question in CHAT:
@@ -178,7 +174,7 @@ class Tour(Stage):
         The requests of part 1 once more, from an empty cache: as they are, and each with a salt of its own, so that
         none shares. Medians of three rounds.
         """
-        self.headline("3. The time to first token", self.show_times)
+        open_part(self.console, "3. The time to first token", self.show_times)
         if engine.config.cache.prefix_cache == "chunk":
             bullets(self.console, ["Nothing is compared: no KV is shared with --cache chunk."])
             return
@@ -213,7 +209,7 @@ class Tour(Stage):
             "room": engine.stats().max_total_tokens,
             "reserved": engine.config.scheduler.schedule_conservativeness,
         }
-        self.headline("4. Little memory", self.show_little_memory, **numbers)
+        open_part(self.console, "4. Little memory", self.show_little_memory, **numbers)
         streams = []
         for prompt in prompts:
             streams.append(engine.stream(prompt, params, **self.options))

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from m1_single_request.demo_tour import bullets, checked
 from m1_single_request.events import some
+from m2_continuous_batching.demo_tour import open_part
 from m4_radix_cache.demo_tour import NOUNS, TERMS, Stage, beside_recorded, codes, prompt_of, sized, tokenizer_of
 from m5_chunked_prefill_spec import LLMEngine, RequestOutput, SamplingParams, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.events import Batch
@@ -94,7 +95,7 @@ class Tour(Stage):
             "step": some(limits.max_num_batched_tokens, "token"),
             "order": "each stream gets a token in every step" if is_decode_first else "the streams wait here, too",
         }
-        self.headline("1. A long prompt arrives among streams", self.show_streams, **numbers)
+        open_part(self.console, "1. A long prompt arrives among streams", self.show_streams, **numbers)
         params = replace(self.params, n=1, max_tokens=STREAMED, min_tokens=STREAMED)
         questions = [f"What is {TERMS[i % len(TERMS)]}?" for i in range(num_streams)]
         streams = [(prompt_of(engine, question), params) for question in questions]
@@ -128,7 +129,7 @@ class Tour(Stage):
         the tokens that followed an earlier occurrence of the last ones; draft_model drafts with a small model. One step
         of the model verifies all drafts, and drops those that it would not have generated itself.
         """
-        self.headline("2. Two ways to draft, on three kinds of text", self.show_drafts)
+        open_part(self.console, "2. Two ways to draft, on three kinds of text", self.show_drafts)
         self.params, marks = replace(self.params, n=1), self.console.no_color or not self.console.is_terminal
         self.console.print(legend(with_marks=marks))
         self.readers.append(origins := TokenOrigins())

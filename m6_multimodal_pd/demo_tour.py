@@ -1,7 +1,7 @@
 """Tour of the demo: pictures, their positions, a picture that comes again; then batch and streams through two engines.
 
 Part of `python -m m6_multimodal_pd.demo`; no part of the engine depends on it. The remark that opens a part is the
-second paragraph of its function's docstring. The model that ships has learned such questions.
+text of its function's docstring. The model that ships has learned such questions.
 """
 
 import time
@@ -23,6 +23,7 @@ from rich.text import Text
 from m1_single_request.demo_tour import QUESTION, bullets, checked
 from m1_single_request.errors import InvalidPromptError
 from m1_single_request.events import some
+from m2_continuous_batching.demo_tour import open_part
 from m3_paged_attention.demo_tour import several
 from m4_radix_cache.demo_tour import NOUNS, Stage, codes, prompt_of
 from m5_chunked_prefill_spec.demo_tour import TEXT, run_streams, timelines
@@ -124,7 +125,7 @@ class Tour(Stage):
         All requests come at the same time. The vision tower makes embeddings of the patches of a picture. They stand in
         the prompt as tokens, and the scheduler treats them like all others.
         """
-        self.headline("1. Pictures, a clip and texts in one batch", self.show_batch)
+        open_part(self.console, "1. Pictures, a clip and texts in one batch", self.show_batch)
         outputs = Outputs()
         with Live(get_renderable=lambda: cards(batch, outputs, self.console), console=self.console):
             for changed in self.steps(engine, batch):
@@ -145,7 +146,7 @@ class Tour(Stage):
         tokens of a picture share the time, and have the row and the column of their patch. The frames of a clip are
         encoded in pairs, each behind its time as a text: a later pair has a later position.
         """
-        self.headline("2. The positions of the tokens", self.show_positions)
+        open_part(self.console, "2. The positions of the tokens", self.show_positions)
         for rid in ("req-0", "req-3"):
             assigned = view.assigned[rid]
             end = assigned.num_tokens + assigned.delta
@@ -159,7 +160,7 @@ class Tour(Stage):
         in a conversation finds the KV. Another conversation, with other words before the picture, finds the embeddings.
         A picture whose star has another colour is a new one.
         """
-        self.headline("3. The same picture again", self.show_again)
+        open_part(self.console, "3. The same picture again", self.show_again)
         past = [{"role": "user", "content": SEEN[1].content}, {"role": "assistant", "content": answer}]
         prompts = {
             "next question": prompt_of(engine, NEXT.question, past),
@@ -189,7 +190,7 @@ class Tour(Stage):
         have the KV of the prompt, which moves in chunks of whole pages, the first ones while the rest of the prompt is
         still being computed. Chunks and pages: arrived/sent, and arrived/expected; on a terminal in slow motion.
         """
-        self.headline("4. Prefill in one engine, decode in another", self.show_two_engines)
+        open_part(self.console, "4. Prefill in one engine, decode in another", self.show_two_engines)
         start = len(self.records)
         with starting(group, self.console):
             engine: LLMEngine = self.engine(disaggregation_config=group, parts=None)
@@ -205,7 +206,7 @@ class Tour(Stage):
         Answers are streamed, and long prompts arrive. One engine must compute them between the tokens of the streams;
         of two, the one that decodes never computes a prompt.
         """
-        self.headline("5. The longest gap of a stream, with one engine and with two", self.show_gaps)
+        open_part(self.console, "5. The longest gap of a stream, with one engine and with two", self.show_gaps)
         length, rng = min(PROMPT_TOKENS, engines[ONE].stats().max_model_len // 2), Random(0)
         self.console.print(
             f"{NUM_STREAMS} streams of {STREAM_TOKENS} tokens, and a prompt of {length:,} tokens whenever each has "

@@ -136,8 +136,8 @@ def test_a_live_map_is_drawn_after_every_step_and_leaves_nothing_behind(
     waited: list[float] = []
     monkeypatch.setattr(m2_demo_tour.time, "sleep", waited.append)
     terminal = Console(file=io.StringIO(), force_terminal=True, width=90, height=50, _environ={"TERM": "xterm"})
-    configs = {"cache_config": CacheConfig(block_size=8, num_blocks=40)}
-    tour(configs, TraceConfig(), greedy(12, n=3), terminal, num_prompts=1)
+    configs = {"cache_config": CacheConfig(block_size=8, num_blocks=40), "trace_config": TraceConfig()}
+    tour(configs, greedy(12, n=3), terminal, num_prompts=1)
     out = terminal.file.getvalue()  # type: ignore[attr-defined]
     live, after = out[: out.index("A prompt is stored once")], out[out.index("A prompt is stored once") :]
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", live)
