@@ -131,8 +131,7 @@ def show_comparison(engine: LLMEngine, sized: KVSized, workload: Workload, conso
     config = FileModelConfig(
         model=model.model, device=model.device, dtype=model.dtype, seed=model.seed, max_model_len=num_tokens
     )
-    limits = SlotSchedulerConfig(max_num_seqs=num_slots)
-    with SlotEngine(model_config=config, scheduler_config=limits) as m2:
+    with SlotEngine(model_config=config, scheduler_config=SlotSchedulerConfig(max_num_seqs=num_slots)) as m2:
         ways = {"m2": m2, "m3": engine}
         runs = compare({name: partial(run, each, workload, len(workload)) for name, each in ways.items()}, console)
     bullets(console, [*conclusions(runs["m2"], runs["m3"]), same_answers(runs)])

@@ -42,7 +42,6 @@ Outputs = dict[str, RequestOutput]
 NUM_STREAMS, STREAM_TOKENS, EVERY, PROMPT_TOKENS = 4, 180, 12, 1000
 """A prompt arrives whenever the streams, on average, have EVERY tokens more."""
 TWO, ONE = "two engines", "one engine"
-COLUMNS = ("longest gap", "first token of a prompt", "total")
 RECORDED, RECORDED_ON = {TWO: (0.00595, 0.766, 1.64), ONE: (0.01747, 0.1175, 1.77)}, "AMD EPYC, 2 cores, tiny-qwen3"
 """Seconds, from `benchmarks/results/m6_pd.json`, and the machine."""
 
@@ -133,10 +132,9 @@ class Tour(Stage):
                 time.sleep(PACE if self.console.is_terminal else 0)
         stats: Any = engine.stats()
         made = f"{some(stats.num_encoded_tokens, 'token')} of {some(stats.num_encoded_items, 'item')}"
-        tower = f"; the vision tower made {made} in {stats.encoder_seconds * 1e3:.1f} ms" * bool(
-            stats.num_encoded_items
-        )
-        self.console.print(f"\nThe prompts have {some(stats.num_prompt_tokens, 'token')} in all{tower}.")
+        tower = f"; the vision tower made {made} in {stats.encoder_seconds * 1e3:.1f} ms"
+        texts = f"\nThe prompts have {some(stats.num_prompt_tokens, 'token')} in all"
+        self.console.print(f"{texts}{tower if stats.num_encoded_items else ''}.")
         return outputs
 
     def show_positions(self, view: PositionsView) -> None:
@@ -221,7 +219,7 @@ class Tour(Stage):
         here = {name: np.median([run.times for run in runs], axis=0).tolist() for name, runs in rounds.items()}
         self.console.print("[bold]The first stream, from the arrival of a long prompt on: a mark for each token")
         self.console.print(timelines({name: runs[-1].stream for name, runs in rounds.items()}, end=12 * here[ONE][0]))
-        table = Table("", *COLUMNS, box=None, padding=(0, 2, 0, 0))
+        table = Table("", "longest gap", "first token of a prompt", "total", box=None, padding=(0, 2, 0, 0))
         for name, times in {**here, **{f"{name}, recorded": own for name, own in RECORDED.items()}}.items():
             table.add_row(name, *(f"{seconds * 1e3:,.1f} ms" for seconds in times))
         self.console.print(table, f"recorded on: {RECORDED_ON}\n")

@@ -196,10 +196,10 @@ def draw(frame: Frame, width: int, *, most: int = 3) -> Group:
 
 def _names(frame: Frame) -> Text:
     """Return the letters of requests with blocks, on the device or the host, then of waiting ones."""
-    held = {rid: "" for rid in sorted(frame.tables, key=frame.requests.index)}
-    states = held | {rid: f" ({state})" for rid, state in frame.waiting.items()}
-    for rid, blocks in frame.host_tables.items():
-        states[rid] = f" (on the host: {some(len(blocks), 'block')})"
+    running = {rid: "" for rid in sorted(frame.tables, key=frame.requests.index)}
+    waiting = {rid: f" ({state})" for rid, state in frame.waiting.items()}
+    on_host = {rid: f" (on the host: {some(len(blocks), 'block')})" for rid, blocks in frame.host_tables.items()}
+    states = running | waiting | on_host
     names = [
         Text.assemble(_letter(frame, rid), f"\N{NO-BREAK SPACE}{rid}", (state, "dim")) for rid, state in states.items()
     ]
