@@ -45,11 +45,6 @@ class Run:
     def tokens_per_second(self) -> float:
         return sum(map(len, self.token_ids)) / self.seconds
 
-    @property
-    def mean_running(self) -> float:
-        """Mean number of running requests over all steps."""
-        return mean(stats.num_running for stats in self.stats)
-
 
 def make_workload(num_prompts: int, text: Sequence[int], params: SamplingParams, *, longest_prompt: int) -> Workload:
     """Make requests of very different lengths: pieces of `text` as prompts, answers of at most 64 tokens.
@@ -96,8 +91,8 @@ def compare(ways: dict[str, Callable[[], Run]], console: Console) -> dict[str, R
     columns = ("steps", "running, at most", "mean", "mean KV", "tokens/s", "latency")
     table = Table("", *columns, box=None, padding=(0, 2, 0, 0))
     for name, own in runs.items():
-        most, held = max(each.num_running for each in own.stats), mean(each.kv_bytes for each in own.stats)
-        numbers = f"{len(own.stats):,}", str(most), f"{own.mean_running:.1f}", size(round(held))
+        running, kv_bytes = [each.num_running for each in own.stats], [each.kv_bytes for each in own.stats]
+        numbers = f"{len(running):,}", str(max(running)), f"{mean(running):.1f}", size(round(mean(kv_bytes)))
         table.add_row(name, *numbers, f"{own.tokens_per_second:,.0f}", f"{mean(own.latencies):.2f} s")
     console.print(table, "")
     return runs
