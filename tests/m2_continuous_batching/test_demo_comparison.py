@@ -1,12 +1,17 @@
 """The comparison of the demo: static batching takes the steps of the longest answer of each group."""
 
+import io
+import re
 from dataclasses import replace
 from functools import partial
+from statistics import mean
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from m2_continuous_batching import EngineError, SamplingParams
-from m2_continuous_batching.demo_comparison import ROUNDS, Run, fastest, make_workload, run, same_answers
+from m2_continuous_batching.demo_comparison import ROUNDS, Run, compare, fastest, make_workload, run, same_answers
 from m2_continuous_batching.demo_tour import conclusion
 from tests.m2_continuous_batching.engines import EXECUTIONS, MakeEngine, failing_runner, greedy, limits
 
@@ -21,15 +26,21 @@ def a_run(steps: int, seconds: float, *token_ids: tuple[int, ...]) -> Run:
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_a_group_lasts_as_long_as_its_longest_answer(execution: str, make_engine: MakeEngine) -> None:
-    engine = make_engine(**limits(3, execution=execution))
-    runs = fastest({str(size): partial(run, engine, WORKLOAD, size) for size in (1, 3, 7)})
+    engine, console = make_engine(**limits(3, execution=execution)), Console(file=io.StringIO(), width=100)
+    runs = compare({str(size): partial(run, engine, WORKLOAD, size) for size in (1, 3, 7)}, console)
+    file: Any = console.file
     steps = {"1": sum(LENGTHS), "3": max(2, 9, 4) + max(4, 1, 6) + 3, "7": 11}
     assert {name: len(each.stats) for name, each in runs.items()} == steps
     assert engine.stats().num_steps == ROUNDS * sum(steps.values()), "each way runs in each round"
-    for each in runs.values():
+    for name, each in runs.items():
         assert each.token_ids == runs["1"].token_ids and each.tokens_per_second == sum(LENGTHS) / each.seconds
         assert len(each.latencies) == 7 and 0 < max(each.latencies) <= each.seconds
-        assert max(stats.num_running for stats in each.stats) <= 3
+        running = [stats.num_running for stats in each.stats]
+        assert max(running) <= 3
+        row = (
+            rf"{name} +{len(running)} +{max(running)} +{mean(running):.1f} +[\d.]+ \w+ +{each.tokens_per_second:,.0f} "
+        )
+        assert re.search(row, file.getvalue())
     first, second, last = (runs["3"].latencies[part] for part in (slice(3), slice(3, 6), slice(6, 7)))
     assert max(first) < min(second) and max(second) < min(last), "the next group starts when all have ended"
     assert first[0] < first[2] < first[1], "a short answer ends before the long one"
