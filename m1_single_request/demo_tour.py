@@ -4,7 +4,7 @@ Part of `python -m m1_single_request.demo`; no part of the engine depends on it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch.utils.benchmark import Timer
 
 from m1_single_request.config import ModelConfig, TraceConfig
 from m1_single_request.errors import EngineError
@@ -155,15 +156,8 @@ def measure_machine(like: torch.Tensor) -> tuple[float, float]:
     square = torch.randn(512, 512, device=like.device, dtype=like.dtype)
     large = torch.ones(64 * 2**20, device=like.device)  # 256 MiB: larger than any cache
 
-    def seconds(call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(6):
-            begin = time.perf_counter()
-            call()
-            if like.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return min(times[1:])
+    def seconds(statement: str) -> float:
+        timer = Timer(statement, globals={"square": square, "large": large}, num_threads=torch.get_num_threads())
+        return float(min(timer.blocked_autorange(min_run_time=0.1).times))
 
-    with torch.inference_mode():
-        return 2 * 512**3 / seconds(lambda: square @ square), large.nbytes / seconds(large.sum)
+    return 2 * 512**3 / seconds("square @ square"), large.nbytes / seconds("large.sum()")
