@@ -2,9 +2,11 @@
 
 import importlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
 from m6_multimodal_pd.demo_tour import PICTURES
@@ -46,6 +48,14 @@ HELP = [
     ),
 ]
 """Milestones, the flags that each adds, and a text of its help."""
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    """The demo's number of threads stays in its test."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 def demo_of(milestone: str) -> Any:
