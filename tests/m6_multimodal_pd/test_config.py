@@ -1,6 +1,5 @@
 """What an m6 engine can be told of pictures: checked when it is said, and used for what it says."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +7,14 @@ import pytest
 import torch
 
 from m6_multimodal_pd import (
-    CacheConfig,
     ConfigError,
     DisaggregationConfig,
-    EngineConfig,
     InvalidMediaError,
     LLMEngine,
     ModelConfig,
     MultimodalConfig,
     SamplingParams,
-    SchedulerConfig,
-    SpeculativeConfig,
-    TraceConfig,
 )
-from m6_multimodal_pd.config import DEFAULT_MODEL
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, greedy, runner_of, setting
 from tests.m6_multimodal_pd.seeing import SIDE, asking, picture
 from tests.support.traces import traced
@@ -78,24 +71,6 @@ def test_what_is_right_is_accepted() -> None:
     assert MultimodalConfig(url_timeout_s=1) and MultimodalConfig(url_timeout_s=0.25)
     for schemes in ((), ("file",), ("http", "https", "file"), ["https"], frozenset({"https"})):
         assert MultimodalConfig(allowed_url_schemes=schemes)  # type: ignore[arg-type]
-
-
-def test_defaults() -> None:
-    config = EngineConfig()
-    names = [field.name for field in dataclasses.fields(config)]
-    assert names == ["model", "trace", "scheduler", "cache", "speculative", "multimodal", "disaggregation"]
-    assert (config.model, config.scheduler, config.cache) == (ModelConfig(), SchedulerConfig(), CacheConfig())
-    assert (config.speculative, config.disaggregation, config.trace) == (SpeculativeConfig(), None, TraceConfig())
-    sight = config.multimodal
-    assert sight == MultimodalConfig() and sight.allowed_url_schemes == ()
-    assert (sight.min_pixels, sight.max_pixels, sight.encoder_budget) == (None, None, None)
-    assert LLMEngine.default_model == DEFAULT_MODEL and DEFAULT_MODEL.name == "tiny-qwen3-vl"
-
-
-@pytest.mark.parametrize("value", [{"max_items": 3}, SchedulerConfig(), None], ids=str)
-def test_the_keyword_takes_its_own_configuration_only(value: Any) -> None:
-    with pytest.raises(ConfigError, match="multimodal_config= must be a MultimodalConfig"):
-        LLMEngine("/nowhere", multimodal_config=value)
 
 
 def test_a_tower_on_a_gpu_may_do_more_in_a_step_unless_it_is_told_otherwise() -> None:

@@ -15,7 +15,6 @@ from m6_multimodal_pd.multimodal.encoder import Encoder, ItemSlice
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
-from m6_multimodal_pd.prefill_adder import PrefillAdder
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, greedy, setting
 from tests.m6_multimodal_pd.seeing import SHOWN, Theirs, asking, text
 
@@ -100,20 +99,6 @@ def test_a_budget_of_ones_own_says_how_far_a_prompt_goes(make_engine: MakeEngine
     for prompt, output in zip(prompts, outputs.values(), strict=True):
         assert output.token_ids == their_model.answer(prompt).token_ids[:4]
     assert [run.num_tokens for run in recorder.events("encoder_run")] == [1, 9, 10]
-
-
-def test_an_adder_of_ones_own_still_asks_the_budget(make_engine: MakeEngine) -> None:
-    class Counting(PrefillAdder):
-        made = 0
-
-        def __init__(self, **settings: Any) -> None:
-            type(self).made += 1
-            super().__init__(**settings)
-
-    engine = make_engine({"prefill_adder": Counting}, **setting(multimodal={"encoder_budget": 9}))
-    recorder = Recorder(engine.tracer)
-    engine.chat(asking("a", "b"), SHORT)
-    assert Counting.made > 0 and [run.num_tokens for run in recorder.events("encoder_run")] == [9, 10]
 
 
 # --- without eyes -----------------------------------------------------------------------------------------------------

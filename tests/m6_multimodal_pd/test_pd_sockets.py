@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -24,7 +22,7 @@ from m6_multimodal_pd.disaggregation.runtime import door, endpoint
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys, GroupKeys
 from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, LOOPBACK, WELCOME, EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
-from m6_multimodal_pd.errors import PeerLostError, WireError
+from m6_multimodal_pd.errors import PeerLostError
 from tests.m6_multimodal_pd.processes import Loop, in_a_thread, num_sockets, open_files, process_of
 
 KEYS = GroupKeys.generate()
@@ -394,60 +392,36 @@ def test_half_open_connections_are_few_and_an_engine_gets_in(site: Site, monkeyp
             connection.close()
 
 
-def keeper_of(monkeypatch: pytest.MonkeyPatch, events: list[Any], zap: Any = None) -> Any:
-    """A doorkeeper without its thread: its monitor has these events, and `zap` asks of keys."""
-    keeper: Any = object.__new__(door.Doorkeeper)
-    keeper._trusted, keeper._unadmitted = b"key", {}
-    keeper._monitor = SimpleNamespace(closed=False, poll=lambda timeout_ms: bool(events))
-    keeper._zap = zap or SimpleNamespace(poll=lambda timeout_ms: False)
-    monkeypatch.setattr(door, "recv_monitor_message", lambda monitor: events.pop(0))
-    return keeper
-
-
-def accepted(connection: socket.socket, endpoint: str) -> dict[str, Any]:
-    """The event of a connection that was accepted at `endpoint`."""
-    return {"event": zmq.EVENT_ACCEPTED, "value": connection.fileno(), "endpoint": endpoint.encode()}
-
-
-@pytest.fixture
-def pairs() -> Iterator[tuple[str, list[tuple[socket.socket, socket.socket]]]]:
-    """An address, and connections to it: their two sides."""
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        made = []
-        for _ in range(door.MAX_UNADMITTED + 1):
-            ours = stack.enter_context(socket.create_connection(server.getsockname()))
-            made.append((stack.enter_context(server.accept()[0]), ours))
-        yield f"tcp://127.0.0.1:{server.getsockname()[1]}", made
-
-
-def test_connections_are_counted_before_keys_and_the_oldest_closed(pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_is_counted_before_its_key_is_checked(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hello may come as soon as the key is checked: an engine that is counted later would count for ever."""
-    address, made = pairs
-    zap = Mock()
-    zap.recv_multipart.return_value = [b"1.0", b"7", b"", b"127.0.0.1", b"", b"CURVE", b"key"]
-    keeper = keeper_of(monkeypatch, [accepted(ours, address) for ours, _ in made], zap)
-    keeper._answer()
-    zap.send_multipart.assert_called_once_with([b"1.0", b"7", b"200", b"OK", b"", b""])
-    assert list(keeper._unadmitted) == [ours.fileno() for ours, _ in made[1:]]
-    assert [is_closed(theirs) for _, theirs in made] == [True] + [False] * door.MAX_UNADMITTED
-    for ours, _ in made:
-        keeper.admit(ours.fileno())
-    assert not keeper._unadmitted and not is_closed(made[1][1])
+    num_checked: list[int] = []
+    receive = door.recv_monitor_message
+    monkeypatch.setattr(door, "recv_monitor_message", lambda own: num_checked.append(len(site.said)) or receive(own))
+    monkeypatch.setattr(zmq, "zmq_poll", lambda sockets, timeout: [own.poll(500) for own, _ in sockets])  # for both
+    router = site.router()
+    site.stranger(router, keys=msgspec.structs.replace(OTHERS.engines, trusted=KEYS.engines.trusted))
+    until(lambda: site.said)
+    assert num_checked == [0]
 
 
-def test_a_descriptor_that_is_reused_is_not_closed_for_the_old_one(pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_descriptor_that_is_reused_is_not_closed_for_the_old_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ may have closed a descriptor before its event is read."""
-    address, made = pairs
-    events = [accepted(theirs, address) for _, theirs in made[:3]] + [accepted(ours, address) for ours, _ in made[1:]]
-    with open(os.devnull) as file:
-        events.append({**events[0], "value": file.fileno()})
-        keeper = keeper_of(monkeypatch, events)
-        keeper._answer()
-    assert len(keeper._unadmitted) == door.MAX_UNADMITTED
-    assert not any(is_closed(ours) for ours, _ in made), "nor any connection of the router: these are as many as may be"
-    for ours, _ in made:
-        keeper.admit(ours.fileno())
+    router, receive = site.router(), door.recv_monitor_message
+    with ExitStack() as opened:
+        server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        others = [opened.enter_context(socket.create_connection(server.getsockname())) for _ in range(3)]
+        reused = [own.fileno() for own in (*others, opened.enter_context(open(os.devnull)))]
+
+        def late(monitor: Any) -> Any:
+            return receive(monitor) | {"value": reused.pop()} if reused else receive(monitor)
+
+        monkeypatch.setattr(door, "MAX_UNADMITTED", 1)
+        monkeypatch.setattr(door, "recv_monitor_message", late)
+        for connection in half_open(router, 4):
+            opened.enter_context(connection)
+        until(lambda: not reused)
+        router.close()
+        assert not any(map(is_closed, others))
 
 
 def test_a_doorkeeper_that_fails_leaves_nothing_to_wait_for_at_close(
@@ -512,16 +486,6 @@ def test_a_forgotten_engine_is_believed_no_more(site: Site) -> None:
         router.send("decode-0", Text("?"))
     other = site.engine(router)
     greeted(router, other)
-
-
-def test_a_message_over_the_limit_is_refused_before_it_leaves(site: Site) -> None:
-    router, engine = site.pair()
-    large = Picture(np.zeros(MAX_BYTES, np.uint8))
-    with pytest.raises(WireError):
-        router.send("decode-0", large)
-    with pytest.raises(WireError):
-        engine.send(large)
-    greeted(router, engine)
 
 
 def sent_until_refused(send: Callable[[], None]) -> int:

@@ -158,14 +158,6 @@ def test_pictures_want_no_guesses_of_a_draft_model(
     check_flushed(engine)
 
 
-@pytest.mark.parametrize("value", [None, 0, "no"], ids=repr)
-def test_whether_to_speculate_is_yes_or_no_for_pictures_too(make_drafting: Any, value: Any) -> None:
-    engine: Any = make_drafting(**setting(method="draft_model"))
-    with pytest.raises(InvalidRequestError, match="speculate="):
-        engine.add_request(asking("a"), PARAMS, speculate=value)
-    assert not engine.has_unfinished_requests()
-
-
 def test_drawn_texts_beside_pictures_draw_with_and_without_guesses(make_drafting: Any) -> None:
     """A draft model keeps the distribution; what is drawn is no longer the same, but always a whole answer."""
     engine: Any = make_drafting(**setting(8, method="draft_model", drafts=3))
