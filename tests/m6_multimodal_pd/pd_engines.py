@@ -218,6 +218,11 @@ class Group:
         self.settle()
         return self.last
 
+    def check_all(self, wanted: Mapping[str, RequestOutput], asked: Asked | None = None) -> None:
+        """Run; these are the answers, and then nothing is left of anybody."""
+        check_alike(self.run(asked), wanted)
+        self.check_flushed()
+
     def settle(self) -> None:
         """Let the engines hear what was said last; then nothing may be left."""
         for _ in range(20):

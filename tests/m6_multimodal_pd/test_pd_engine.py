@@ -1,7 +1,7 @@
 """Prefill and decode in engines of their own, in one process: nobody who asks can tell.
 
 Tokens, texts, log-probabilities and ends are those of one engine that does everything, whatever the engines share or
-lack. The one engine is held to transformers elsewhere (`test_equivalence_properties.py`), texts here to m1 as well.
+lack. The one engine is held to transformers (`test_equivalence_properties.py`) and to m1 (`tests/equivalence`).
 """
 
 from collections import Counter
@@ -17,7 +17,6 @@ from tests.equivalence.forced_retraction import ForcedRetractionAfterTransfer
 from tests.m6_multimodal_pd.engines import Guessing, greedy
 from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting, tokens_told
 from tests.m6_multimodal_pd.seeing import asking, messages
-from tests.support.engines import Remembered
 
 CACHES = ("radix", "hash", "chunk")
 SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -37,6 +36,8 @@ QUESTIONS: Questions = {
     "biased": (asking(8), greedy(8, logit_bias={500: 100.0, 501: 100.0}, frequency_penalty=1.5)),
     "one": (asking("w", 3), greedy(1, logprobs=1, prompt_logprobs=0)),
     "eos": (asking(2, 3), SamplingParams(max_tokens=20)),
+    "words": ("What is a KV cache?", greedy(10, logprobs=1, prompt_logprobs=2)),
+    "token": ([9], SamplingParams(max_tokens=1)),
 }
 
 
@@ -92,26 +93,8 @@ def test_everybody_gets_the_answer_of_one_engine_that_does_everything(
 ) -> None:
     limits = setting(8, budget, page_size=page_size, cache=cache)
     with Group(seeing_directory, *shape, **limits) as group:
-        check_alike(group.run(crowd(stops)), wanted)
+        group.check_all(wanted, crowd(stops))
         tokens_told(group)
-        group.check_flushed()
-
-
-TEXTS: Questions = {
-    "greedy": (list(range(5, 45)), greedy(15)),
-    "words": ("What is a KV cache?", greedy(10, logprobs=1, prompt_logprobs=2)),
-    "drawn": (list(range(5, 30)), greedy(12, temperature=0.9, seed=4)),
-    "penalties": ([7, 8, 9] * 4, greedy(12, frequency_penalty=1.0, repetition_penalty=1.2)),
-    "short": ([9], SamplingParams(max_tokens=1)),
-    "eos": (list(range(60, 70)), SamplingParams(max_tokens=30)),
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_texts_get_the_answers_of_m1(tiny_directory: Path, m1: Remembered, shape: tuple[int, int]) -> None:
-    with Group(tiny_directory, *shape, **setting(8, 16)) as group:
-        found = group.run({rid: (prompt, params, {}) for rid, (prompt, params) in TEXTS.items()})
-        check_alike(found, {rid: m1.generate(prompt, params) for rid, (prompt, params) in TEXTS.items()})
 
 
 # --- guesses ----------------------------------------------------------------------------------------------------------
@@ -121,13 +104,12 @@ def test_texts_get_the_answers_of_m1(tiny_directory: Path, m1: Remembered, shape
 def test_guesses_change_no_answer(seeing_directory: Path, wanted: Answers, stops: Questions, proposer: str) -> None:
     parts = {"proposer": Guessing} if proposer == "random" else {}
     with Group(seeing_directory, 1, 2, parts=parts, **setting(8, 32, method="ngram", drafts=3)) as group:
-        check_alike(group.run(crowd(stops)), wanted)
+        group.check_all(wanted, crowd(stops))
         stats = group.engine.stats()
         assert stats.num_draft_tokens > 5 and (stats.num_accepted_tokens > 3 or proposer == "random")
         assert not any(engine.core.stats().num_draft_tokens for engine in group.of_role("prefill"))
         told = sum(output.metrics.num_draft_tokens for output in group.last.values())
         assert told == stats.num_draft_tokens
-        group.check_flushed()
 
 
 @pytest.mark.sample(1)
@@ -162,14 +144,13 @@ def test_answers_survive_retraction_every_three_steps(
 ) -> None:
     monkeypatch.setattr("m6_multimodal_pd.disaggregation.engine.DecodeScheduler", ForcedRetractionAfterTransfer)
     with Group(seeing_directory, *shape, **setting(8, 16, cache=cache)) as group:
-        check_alike(group.run(crowd(stops)), wanted)
+        group.check_all(wanted, crowd(stops))
         decodes = [engine.core for engine in group.of_role("decode")]
         assert group.engine.stats().num_retractions == sum(core.stats().num_retractions for core in decodes) > 5
         assert len(group.wire.commands(Prefill)) == len(group.wire.commands(Decode)), "no prompt is computed twice"
         assert not group.num_retries
         was_seen_again = any(core.stats().num_encoder_runs for core in decodes)
         assert was_seen_again == (cache == "chunk"), "only what is not cached must be seen again"
-        group.check_flushed()
 
 
 def test_a_scheduler_of_ones_own_is_refused(seeing_directory: Path) -> None:

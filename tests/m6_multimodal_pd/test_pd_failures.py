@@ -126,10 +126,8 @@ def test_a_family_aborted_and_a_stream_closed_leave_nothing(seeing_directory: Pa
                 stream.close()
             else:
                 assert group.engine.abort_request(VICTIM)
-            group.run()
+            group.check_all(without(wanted, VICTIM))
             assert way == "a stream is closed" or group.last[VICTIM].finish_reason == "abort"
-            check_alike(group.last, without(wanted, VICTIM))
-            group.check_flushed()
 
 
 @pytest.mark.exhaustive
@@ -166,11 +164,9 @@ def test_an_engine_lost_at_any_step_costs_nobody_a_token(seeing_directory: Path,
             if not group.engine.has_unfinished_requests():
                 break
             group.lose(name)
-            group.run()
-            check_alike(group.last, wanted)
+            group.check_all(wanted)
             retried += group.num_retries
             assert group.engine.stats().num_finished == {"length": len(ASKED)}
-            group.check_flushed()
     assert retried >= 4
     held = "inflight queue" if name.startswith("prefill") else "transfer queue"
     assert seen >= {held} | (set() if frames else {"in pieces", "running"}), seen
@@ -325,12 +321,10 @@ def test_who_waits_for_another_attempt_may_be_aborted(seeing_directory: Path, wa
             assert waits
             for rid in waits:
                 assert group.engine.abort_request(rid)
-            group.run()
+            group.check_all(without(wanted, *waits))
             for rid in waits:
                 assert group.last[rid].finish_reason == "abort"
                 assert group.last[rid].token_ids == wanted[rid].token_ids[: len(group.last[rid].token_ids)]
-            check_alike(group.last, without(wanted, *waits))
-            group.check_flushed()
 
 
 def test_engines_may_go_one_after_the_other_while_requests_come(seeing_directory: Path, wanted: Answers) -> None:
@@ -339,10 +333,8 @@ def test_engines_may_go_one_after_the_other_while_requests_come(seeing_directory
             group.add({rid: ASKED[rid]}, num_steps=3)
             if name is not None:
                 group.lose(name)
-        group.run()
-        check_alike(group.last, wanted)
+        group.check_all(wanted)
         assert sorted(group.engines) == ["decode-1", "prefill-2"]
-        group.check_flushed()
 
 
 # --- scarcity ---------------------------------------------------------------------------------------------------------
@@ -354,10 +346,8 @@ def test_engines_may_go_one_after_the_other_while_requests_come(seeing_directory
 def test_one_frame_is_enough(seeing_directory: Path, wanted: Answers, page_size: int, shape: tuple[int, int]) -> None:
     limits = setting(8, 32, page_size=page_size)
     with Group(seeing_directory, *shape, **limits, group={"transfer_buffer_bytes": 1}) as group:
-        group.run(ASKED)
-        check_alike(group.last, wanted)
+        group.check_all(wanted, ASKED)
         assert {chunk.num_pages for chunk in group.wire.relayed(Chunk)} == {1}
-        group.check_flushed()
 
 
 def test_who_has_no_room_on_the_decode_side_waits_and_is_not_computed(seeing_directory: Path, wanted: Answers) -> None:
@@ -371,9 +361,7 @@ def test_who_has_no_room_on_the_decode_side_waits_and_is_not_computed(seeing_dir
             most = max(most, len(prealloc))
             assert len(prefill.core.scheduler.bootstrap_queue) >= len(prealloc) - 1
         assert most >= 3
-        group.run()
-        check_alike(group.last, wanted)
-        group.check_flushed()
+        group.check_all(wanted)
 
 
 @pytest.mark.sample(1)
@@ -444,9 +432,7 @@ def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(
             assert output.token_ids == wanted[rid].token_ids[: len(output.token_ids)]
         check_alike(group.last, without(wanted, *failed))
         assert not group.num_retries
-        again = {rid: ASKED[rid] for rid in failed}
-        check_alike(group.run(again), wanted)
-        group.check_flushed()
+        group.check_all(wanted, {rid: ASKED[rid] for rid in failed})
 
 
 @pytest.mark.sample(1)
@@ -458,10 +444,8 @@ def test_an_engine_without_its_device_is_lost_and_others_go_on(
         parts = {"model_runner": failing_runner(EngineDeadError("the device is gone"), call=call, role=role)}
         with Group(seeing_directory, 2, 2, parts=parts, **LIMITS, group={"max_retries": 1}) as group:
             name_runners(group)
-            group.run(ASKED)
-            check_alike(group.last, wanted)
+            group.check_all(wanted, ASKED)
             assert len(group.engines) == 3 and len(group.of_role(role)) == 1
-            group.check_flushed()
 
 
 @pytest.mark.exhaustive
@@ -519,10 +503,8 @@ def test_a_chunk_that_was_spoilt_on_its_way_is_noticed_and_the_request_is_tried_
 ) -> None:
     flipped = corrupting(monkeypatch, chunks=lambda n: n == number)
     with Group(seeing_directory, 1, 1, **LIMITS) as group:
-        group.run(ASKED)
+        group.check_all(wanted, ASKED)
         assert flipped == [number] and group.num_retries == 1
-        check_alike(group.last, wanted)
-        group.check_flushed()
 
 
 def test_a_request_of_corrupt_chunks_ends_with_an_error(
@@ -560,10 +542,8 @@ def test_a_message_may_come_twice(
 
     monkeypatch.setattr(LocalLinks, "send", twice)
     with Group(seeing_directory, 1, 1, **LIMITS) as group:
-        group.run(ASKED)
-        check_alike(group.last, wanted)
+        group.check_all(wanted, ASKED)
         assert not group.num_retries
-        group.check_flushed()
 
 
 @pytest.mark.parametrize("is_heard_last", [False, True])
