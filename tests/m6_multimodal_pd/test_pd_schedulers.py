@@ -156,14 +156,6 @@ def test_what_is_cached_is_locked_and_not_sent(cached: int, num_tokens: int) -> 
     assert (bed.cache.protected_size(), bed.cache.evictable_size()) == (0, cached)
 
 
-def test_what_another_namespace_has_cached_is_no_help() -> None:
-    bed = Bed()
-    fill(bed.cache, range(8), extra_key="theirs")
-    req = bed.expect(list(range(8)), extra_key="mine")
-    bed.preallocate()
-    assert req.kv_committed_len == 0 and len(set(bed.row(req))) == 8
-
-
 def test_nobody_has_its_own_prefix_evicted() -> None:
     """Locked first, and then counted: what it starts from is no room for the rest."""
     bed, prompt = Bed(num_pages=4), list(range(16))
@@ -366,19 +358,15 @@ def test_a_request_that_ends_does_not_join() -> None:
     assert batch is not None and batch.reqs == [second] and list(bed.scheduler.arrivals) == [first.rid]
 
 
-@pytest.mark.parametrize("way", ["end", "reset"])
 @pytest.mark.parametrize("queue", ["prealloc", "transfer", "arrivals"])
-def test_a_request_leaves_any_queue(queue: str, way: str) -> None:
+def test_a_reset_ends_a_request_in_any_queue(queue: str) -> None:
     bed = Bed()
     whole, req = bed.state(), bed.expect(5)
     if queue != "prealloc":
         bed.preallocate()
     if queue == "arrivals":
         bed.scheduler.complete(req.rid, SampledTokens((1,), (None,)))
-    if way == "end":
-        bed.end(req)
-    else:
-        bed.scheduler.reset(FinishAbort())
+    bed.scheduler.reset(FinishAbort())
     assert bed.state() == whole and not bed.scheduler.first_tokens and req.is_finished
     bed.scheduler.check_invariants()
 

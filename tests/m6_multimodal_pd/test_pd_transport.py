@@ -71,17 +71,12 @@ def test_a_page_is_as_many_bytes_as_the_arithmetic_says() -> None:
     assert store.page_bytes == 3 * 2 * 4 * 2 * 8 * 4 + 1 * 2 * 4 * 1 * 4 * 2 and store.num_pages == 12
 
 
-def test_what_travels_is_the_same_behind_the_wire_and_nothing_else_is_read(pair: Pair) -> None:
+def test_what_travels_is_the_same_behind_the_wire(pair: Pair) -> None:
     ticket = pair.source.send("d", [3, 4])
-    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
-    again = decode(encode(ticket), type=Ticket)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=Ticket)
     assert again == ticket
     pair.target.receive("p", again, [1, 2])
     assert pair.theirs.page(2) == pair.ours.page(4)
-    right = msgspec.to_builtins(ticket)
-    for wrong in ({"more": 1}, {"number": "1"}, {"number": -1}, {"first_frame": -1}, {"num_frames": 0}):
-        with pytest.raises(msgspec.ValidationError):
-            decode(encode(right | wrong), type=Ticket)
 
 
 # --- frames are scarce ------------------------------------------------------------------------------------------------
@@ -393,24 +388,6 @@ def test_memory_that_is_not_there_is_an_error_and_holds_no_frame(transport: str)
 
 
 # --- partners come and go ---------------------------------------------------------------------------------------------
-
-
-def test_invalid_messages_change_nothing(pair: Pair) -> None:
-    ticket = sent(pair.source)
-    pages = pair.theirs.pages()
-    wrong: list[Callable[[], Any]] = [
-        lambda: pair.source.release("x", ticket.number),
-        lambda: pair.source.release("d", ticket.number + 1),
-        lambda: pair.target.receive("x", ticket, [1]),  # another source has no segment of this name any more
-    ]
-    for call in wrong:
-        with pytest.raises(TransferError):
-            call()
-        assert free_frames(pair.source, "d") == 3 and pair.theirs.pages() == pages
-    pair.source.forget("x"), pair.target.forget("x")
-    pair.source.release("d", ticket.number)
-    with pytest.raises(TransferError, match="releases 1, which is not in transit"):
-        pair.source.release("d", ticket.number)
 
 
 def test_a_target_that_comes_back_has_new_memory_and_its_old_tickets_mean_nothing(pair: Pair) -> None:

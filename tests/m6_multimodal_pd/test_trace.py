@@ -116,20 +116,6 @@ def test_whoever_reads_what_another_request_of_the_step_has_made_has_a_hit(make_
     assert fields(recorder.events("encoder_hit"), "num_tokens", "num_read") == [(9, 9)]
 
 
-def test_hits_of_a_picture_in_pieces_read_what_the_run_left(make_engine: MakeEngine) -> None:
-    """All pieces together read each embedding once: those of the run's own piece, and those of the hits."""
-    engine, recorder = traced(make_engine, **setting(max_num_batched_tokens=7))
-    engine.add_request(asking("c", 1), SHORT, request_id="r")
-    drain(engine)
-    (item,) = recorder.events("item_received")
-    (start, end), *_ = item.offsets
-    pieces = [(batch.prefix_lens[0], batch.seq_lens[0]) for batch in recorder.events("batch")]
-    within = [min(stop, end) - max(begin, start) for begin, stop in pieces if begin < end and stop > start]
-    assert sum(within) == 20 and len(within) >= 3
-    assert [hit.num_read for hit in recorder.events("encoder_hit")] == within[1:]
-    assert "7 of the 20 embeddings" in recorder.events("encoder_hit")[0].explain()
-
-
 # --- readers ----------------------------------------------------------------------------------------------------------
 
 
