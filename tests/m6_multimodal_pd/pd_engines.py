@@ -255,17 +255,14 @@ class Group:
         assert not router.requests and not router.attempts and not router.latest and not router.running
         assert not any(member.rooms for member in router.members.values())
         for name, engine in self.engines.items():
-            scheduler, side = engine.core.scheduler, engine.side
+            scheduler = engine.core.scheduler
             pools = scheduler.pools
             allocator, tree, rows = pools.token_to_kv_pool_allocator, pools.tree_cache, pools.req_to_token_pool
-            assert not scheduler.requests and not scheduler.marked and not side.rooms, name
-            assert not scheduler.elsewhere, name
+            assert is_idle(engine) and not scheduler.marked and not scheduler.elsewhere, name
             assert rows.available_size() == rows.size and not tree.protected_size(), name
             assert allocator.available_size() + tree.evictable_size() == allocator.size, name
             if engine.role == "decode":
                 assert not scheduler.first_tokens and not scheduler.arrivals, name
-            for target in frames_of(engine):
-                assert free_frames(engine.side.transport, target) == engine.side.transport.num_frames, (name, target)
 
     def check_flushed(self) -> None:
         """An idle group forgets everything when it is told to."""
@@ -281,15 +278,10 @@ class Group:
 
 def is_idle(engine: Engine) -> bool:
     """Whether an engine has nothing to do, and nothing of it is on its way."""
-    frames_are_free = all(
-        free_frames(engine.side.transport, target) == engine.side.transport.num_frames for target in frames_of(engine)
-    )
+    transport: Any = engine.side.transport
+    targets = transport.targets if engine.role == "prefill" else ()
+    frames_are_free = all(free_frames(transport, target) == transport.num_frames for target in targets)
     return not engine.side.rooms and not engine.core.scheduler.requests and frames_are_free
-
-
-def frames_of(engine: Any) -> list[str]:
-    """The decode engines for which a prefill engine has frames."""
-    return list(engine.side.transport.targets) if engine.role == "prefill" else []
 
 
 def check_goes_on(before: RequestOutput | None, after: RequestOutput) -> None:

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.decode_video import FrameSampling
-from m6_multimodal_pd.multimodal.media_reader import MediaLoader
+from tests.m6_multimodal_pd.media_files import read
 
 SEEDS = 200
 LIMIT = 64 * 64
+LIMITS = {"max_image_pixels": LIMIT, "max_video_pixels": 8 * LIMIT, "max_video_frames": 8}
 FORMS = ("PNG", "JPEG", "GIF", "WEBP", "BMP")
 MODES = ("RGB", "L", "P", "RGBA", "1", "I;16")
 
@@ -99,20 +98,13 @@ def fuzzed(seed: int, frames: int = 1) -> bytes:
     return DAMAGES[seed // 5 % len(DAMAGES)](rng, valid(rng, form, frames))
 
 
-@pytest.fixture
-def loader() -> MediaLoader:
-    return MediaLoader(
-        MultimodalConfig(max_image_pixels=LIMIT, max_video_pixels=8 * LIMIT, max_video_frames=8), FrameSampling()
-    )
-
-
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_a_damaged_file_is_a_picture_or_one_clear_error(loader: MediaLoader, seed: int) -> None:
+def test_a_damaged_file_is_a_picture_or_one_clear_error(seed: int) -> None:
     """Warnings are errors here, so none came either."""
     try:
-        media = loader.load({"type": "image", "image": fuzzed(seed)}, "image 1")
+        media = read({"type": "image", "image": fuzzed(seed)}, **LIMITS)
     except InvalidMediaError as error:
-        assert str(error).startswith("image 1: ") and "\n" not in str(error)
+        assert str(error).startswith("image: ") and "\n" not in str(error)
     else:
         height, width, channels = media.pixels.shape
         assert media.pixels.dtype == np.uint8 and channels == 3
@@ -120,22 +112,22 @@ def test_a_damaged_file_is_a_picture_or_one_clear_error(loader: MediaLoader, see
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_damaged_animation_is_a_video_or_one_clear_error(loader: MediaLoader, seed: int) -> None:
+def test_a_damaged_animation_is_a_video_or_one_clear_error(seed: int) -> None:
     try:
-        media = loader.load({"type": "video", "video": fuzzed(seed, frames=4)}, "video 1")
+        media = read({"type": "video", "video": fuzzed(seed, frames=4)}, **LIMITS)
     except InvalidMediaError as error:
-        assert str(error).startswith(("video 1: ", "frame ")) and "\n" not in str(error)
+        assert str(error).startswith(("video: ", "frame ")) and "\n" not in str(error)
     else:
         assert media.pixels.size // 3 <= 8 * LIMIT and media.video_fps > 0
         assert len(media.pixels) == len(media.indices) <= media.total <= 8
 
 
-def test_the_files_are_neither_all_broken_nor_all_whole(loader: MediaLoader) -> None:
+def test_the_files_are_neither_all_broken_nor_all_whole() -> None:
     """Else the two tests above would have seen nothing."""
     taken = 0
     for seed in range(SEEDS):
         try:
-            loader.load({"type": "image", "image": fuzzed(seed)})
+            read({"type": "image", "image": fuzzed(seed)}, **LIMITS)
             taken += 1
         except InvalidMediaError:
             pass

@@ -81,12 +81,6 @@ def test_logits_are_those_of_transformers(directory: Directory, shape: str) -> N
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("budget", [1, 3, 7, 16])
-def test_a_cut_inside_a_picture_changes_nothing(directory: Directory, budget: int) -> None:
-    check(directory(), budget=budget)
-
-
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", ["heads of 64", "heads of 128"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_sees(directory: Directory, backend: str, shape: str) -> None:

@@ -222,16 +222,6 @@ def test_a_message_without_one_of_its_fields_is_refused(name: str) -> None:
 
 
 @EXAMPLE
-def test_a_message_of_an_unknown_type_is_refused(name: str) -> None:
-    changed = Changed(BY_NAME[name])
-    del changed.head["type"]
-    assert changed.is_refused()
-    for tag in ("Unknown", "", 3, None):
-        changed.head["type"] = tag
-        assert changed.is_refused()
-
-
-@EXAMPLE
 @pytest.mark.parametrize("value", [{"x": 1}, [[[]]], 1.5, None], ids=["map", "list", "float", "nothing"])
 def test_a_field_with_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
     for path, part in structs(BY_NAME[name]):

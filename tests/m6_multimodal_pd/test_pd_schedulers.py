@@ -275,23 +275,6 @@ def test_a_request_that_is_too_large_beside_others_waits(who: str) -> None:
 
 
 @given(
-    num_pages=st.integers(1, 6),
-    page_size=st.sampled_from([1, 3, 4, 16]),
-    num_tokens=st.integers(1, 40),
-    more=st.integers(1, 60),
-)
-def test_whatever_intake_admits_gets_room_if_alone(num_pages: int, page_size: int, num_tokens: int, more: int) -> None:
-    """Intake lets prompt and answer fill all tokens but one."""
-    size = num_pages * page_size
-    bed = Bed(num_pages=num_pages, page_size=page_size)
-    max_tokens = min(more, size - 1 - num_tokens)
-    if max_tokens < 1:
-        return
-    req = bed.expect(num_tokens, max_tokens=max_tokens)
-    assert bed.preallocate() == [req.rid] and req.to_finish is None
-
-
-@given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
     actions=st.lists(st.tuples(st.sampled_from(["take", "end", "complete"]), st.integers(0, 7)), max_size=20),
     page_size=st.sampled_from([1, 4]),

@@ -88,7 +88,3 @@ class Pair:
         ticket = sent(self.source, "d", pages)
         self.target.receive("p", ticket, to)
         self.source.release("d", ticket.number)
-
-    def memory_of(self, side: str) -> Tensor:
-        """The frames `[num_frames, page_bytes]` as one side sees them."""
-        return self.source.targets["d"].memory if side == "source" else self.target._sources["p"].memory
