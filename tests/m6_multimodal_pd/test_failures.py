@@ -4,6 +4,7 @@ Nothing half-made stays in the embedding cache: whoever brings the same picture 
 every milestone promises about failures: `tests/engine_contract`.
 """
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -53,16 +54,14 @@ class Tower:
 
         class Changed(Encoder):
             def __init__(self, *, tower: Any, **settings: Any) -> None:
-                class Proxy:
-                    def __getattr__(self, name: str) -> Any:
-                        return getattr(tower, name)
+                def encode(items: Any) -> Any:
+                    calls.append(len(items))
+                    made = tower.encode(items)
+                    return change(made) if len(calls) == call else made
 
-                    def encode(self, items: Any) -> Any:
-                        calls.append(len(items))
-                        made = tower.encode(items)
-                        return change(made) if len(calls) == call else made
-
-                super().__init__(tower=Proxy(), **settings)  # type: ignore[arg-type]
+                own = copy.copy(tower)  # all engines share it
+                own.encode = encode
+                super().__init__(tower=own, **settings)
 
         self.parts = {"encoder": Changed}
 

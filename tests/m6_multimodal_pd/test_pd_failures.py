@@ -4,7 +4,9 @@ Requests are aborted, engines are lost, at every step from the first to the last
 were is written down. Everything runs in one process, where the same thing happens every time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks
 from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, FirstToken, Prefill, Received, Relay, Tokens
 from m6_multimodal_pd.disaggregation.staging import StagedTarget
 from m6_multimodal_pd.errors import EngineLostError, RemoteError, TransferError, WireError
-from m6_multimodal_pd.model_runner import ModelRunner
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting
 from tests.m6_multimodal_pd.seeing import asking
@@ -388,25 +389,23 @@ def test_a_prompt_that_fills_memory_is_answered_so_far(tiny_directory: Path, pag
 # --- forwards that fail -----------------------------------------------------------------------------------------------
 
 
-def failing_runner(error: BaseException, *, call: int, role: str) -> type[ModelRunner]:
-    """A runner that raises once, in the nth forward of engines of this role; see `name_runners`."""
-    calls = [0]
+def fail(name: str, owners: Iterable[Any], error: BaseException, *, call: int) -> None:
+    """Let a method of these raise once, in its nth call on all of them together."""
+    calls = count(1)
 
-    class Failing(ModelRunner):
-        def forward(self, batch: Any) -> Any:
-            if getattr(self, "role", None) == role:
-                calls[0] += 1
-                if calls[0] == call:
-                    raise error
-            return super().forward(batch)
+    def failing(usual: Callable[..., Any], *args: Any) -> Any:
+        if next(calls) == call:
+            raise error
+        return usual(*args)
 
-    return Failing
+    for owner in owners:
+        setattr(owner, name, partial(failing, getattr(owner, name)))
 
 
-def name_runners(group: Group) -> None:
-    """Let every runner know whose it is."""
-    for engine in group.engines.values():
-        engine.core.executor.worker.model_runner.role = engine.role
+def fail_forward(group: Group, role: str, error: BaseException, call: int) -> None:
+    """Let the nth forward of engines of this role raise."""
+    runners = [engine.core.executor.worker.model_runner for engine in group.of_role(role)]
+    fail("forward", runners, error, call=call)
 
 
 @pytest.mark.sample(2)
@@ -420,9 +419,8 @@ def name_runners(group: Group) -> None:
 def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(
     seeing_directory: Path, wanted: Answers, role: str, call: int, error: Exception, kind: type
 ) -> None:
-    parts = {"model_runner": failing_runner(error, call=call, role=role)}
-    with Group(seeing_directory, 1, 1, parts=parts, **LIMITS) as group:
-        name_runners(group)
+    with Group(seeing_directory, 1, 1, **LIMITS) as group:
+        fail_forward(group, role, error, call)
         group.run(ASKED)
         failed = failed_in(group)
         assert failed and len(failed) < len(ASKED)
@@ -441,9 +439,8 @@ def test_an_engine_without_its_device_is_lost_and_others_go_on(
     seeing_directory: Path, wanted: Answers, role: str
 ) -> None:
     for call in (1, 2, 4):
-        parts = {"model_runner": failing_runner(EngineDeadError("the device is gone"), call=call, role=role)}
-        with Group(seeing_directory, 2, 2, parts=parts, **LIMITS, group={"max_retries": 1}) as group:
-            name_runners(group)
+        with Group(seeing_directory, 2, 2, **LIMITS, group={"max_retries": 1}) as group:
+            fail_forward(group, role, EngineDeadError("the device is gone"), call)
             group.check_all(wanted, ASKED)
             assert len(group.engines) == 3 and len(group.of_role(role)) == 1
 
@@ -451,27 +448,19 @@ def test_an_engine_without_its_device_is_lost_and_others_go_on(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_memory_that_runs_out_while_a_step_is_decided_costs_its_requests_at_most(
-    seeing_directory: Path, wanted: Answers, role: str, monkeypatch: pytest.MonkeyPatch
+    seeing_directory: Path, wanted: Answers, role: str
 ) -> None:
     """The books of that engine are made anew: whoever was on its way there or from there finds an end all the same."""
     for number in range(1, 14):
         with Group(seeing_directory, 1, 1, **LIMITS, group={"transfer_buffer_bytes": 1}) as group:
-            (engine,) = group.of_role(role)
-            scheduler = engine.core.scheduler
-            decide, left = scheduler.get_next_batch_to_run, [number]
-
-            def failing(decide: Any = decide, left: list[int] = left) -> Any:
-                left[0] -= 1
-                if left[0] == 0:
-                    raise torch.OutOfMemoryError("no memory to decide in")
-                return decide()
-
-            monkeypatch.setattr(scheduler, "get_next_batch_to_run", failing)
+            schedulers = [engine.core.scheduler for engine in group.of_role(role)]
+            error = torch.OutOfMemoryError("no memory to decide in")
+            fail("get_next_batch_to_run", schedulers, error, call=number)
             group.run(ASKED)
             failed = failed_in(group)
             for rid in failed:
-                error = group.last[rid].error
-                assert isinstance(error, PartError | RemoteError | TransferError), repr(error)
+                ended = group.last[rid].error
+                assert isinstance(ended, PartError | RemoteError | TransferError), repr(ended)
             check_alike(group.last, without(wanted, *failed))
             group.check_flushed()
 

@@ -235,9 +235,14 @@ def test_a_field_with_a_value_of_another_type_is_refused(name: str, value: Any) 
             assert changed.is_refused(), (path, own)
 
 
+OF_A_TICKET = get_type_hints(messages.Ticket, include_extras=True)
+
+
 @pytest.mark.parametrize(
     ("kind", "wrong", "right"),
     [
+        (OF_A_TICKET["num_frames"], [0, 2**31], [1, 2**31 - 1]),
+        (OF_A_TICKET["segment"], ["x" * 129], ["", "x" * 128]),
         (messages.Count, [-1, 2**31], [0, 2**31 - 1]),
         (messages.Token, [-1, 2**31], [0, 2**31 - 1]),
         (messages.Count32, [-1, 2**32], [0, 2**32 - 1]),

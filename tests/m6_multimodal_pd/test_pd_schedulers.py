@@ -341,15 +341,19 @@ def test_a_request_that_ends_does_not_join() -> None:
     assert batch is not None and batch.reqs == [second] and list(bed.scheduler.arrivals) == [first.rid]
 
 
+@pytest.mark.parametrize("way", ["end", "reset"])
 @pytest.mark.parametrize("queue", ["prealloc", "transfer", "arrivals"])
-def test_a_reset_ends_a_request_in_any_queue(queue: str) -> None:
+def test_a_request_leaves_any_queue(queue: str, way: str) -> None:
     bed = Bed()
     whole, req = bed.state(), bed.expect(5)
     if queue != "prealloc":
         bed.preallocate()
     if queue == "arrivals":
         bed.scheduler.complete(req.rid, SampledTokens((1,), (None,)))
-    bed.scheduler.reset(FinishAbort())
+    if way == "end":
+        bed.end(req)
+    else:
+        bed.scheduler.reset(FinishAbort())
     assert bed.state() == whole and not bed.scheduler.first_tokens and req.is_finished
     bed.scheduler.check_invariants()
 

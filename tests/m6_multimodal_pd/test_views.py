@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from rich.console import Console
 from m1_single_request.trace_file import read_trace
 from m1_single_request.tracer import TraceRecord
 from m6_multimodal_pd import DisaggregationConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, TraceConfig
-from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, Reported, RequestRouted
 from m6_multimodal_pd.views import two_engines
 from m6_multimodal_pd.views.positions import PositionsView, positions_of
 from m6_multimodal_pd.views.two_engines import TwoEnginesView, replay
 from tests.m6_multimodal_pd.engines import MakeEngine, setting
+from tests.m6_multimodal_pd.event_examples import JOINED, LOST, REPORTED, ROUTED
 from tests.m6_multimodal_pd.seeing import SHOWN, asking
 from tests.support.views import text_of
 
@@ -95,17 +96,15 @@ def record(event: Any, at: float = 0.0) -> TraceRecord:
 
 
 def joined(name: str) -> TraceRecord:
-    sizes = {"total_tokens": 8192, "page_size": 16, "max_model_len": 4096}
-    return record(EngineJoined(name=name, role=name[:-2], **sizes))
+    return record(replace(JOINED, name=name, role=name[:-2]))
 
 
 def routed(rid: str, room: int) -> TraceRecord:
-    pair = {"prefill": "prefill-0", "decode": "decode-0"}
-    return record(RequestRouted(rid=rid, room=room, attempt=1, num_output_tokens=0, **pair))
+    return record(replace(ROUTED, rid=rid, room=room))
 
 
 def report(engine: str, what: str, text: str = "", **facts: Any) -> TraceRecord:
-    return record(Reported(engine=engine, its_step=12, what=what, rids=("a",), text=text, facts=(*facts.items(),)))
+    return record(replace(REPORTED, engine=engine, what=what, text=text, facts=(*facts.items(),)))
 
 
 STORY = [
@@ -145,10 +144,9 @@ def test_an_engine_has_its_state_and_its_last_step_in_80_columns() -> None:
     done = report("prefill-0", "step_done", num_running=3, num_waiting=4, kv_tokens=7000)
     batch = report("prefill-0", "batch", text="Extend batch: " + "x" * 200)
     lines = drawn_of(joined("decode-0"), joined("prefill-0"), done, batch, width=80).splitlines()
-    assert re.match(r"prefill-0 +12 +3 +4 +7,000 of 8,192 +Extend batch: x+…", lines[1])
-    assert re.match(r"decode-0 +0 +0 +0 +0 of 8,192 *$", lines[2]) and max(map(len, lines)) <= 80
-    lost = record(EngineLost(name="decode-0", why="killed", rids=()))
-    assert "decode-0" not in drawn_of(joined("decode-0"), lost)
+    assert re.match(r"prefill-0 +12 +3 +4 +7,000 of 131,072 +Extend batch: x+…", lines[1])
+    assert re.match(r"decode-0 +0 +0 +0 +0 of 131,072 *$", lines[2]) and max(map(len, lines)) <= 80
+    assert "decode-1" not in drawn_of(joined("decode-1"), record(LOST))
 
 
 def test_the_view_of_a_long_run_keeps_the_last_transfers_alone() -> None:

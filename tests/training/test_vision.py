@@ -21,6 +21,9 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.multimodal.decode_video import Frames
+from m6_multimodal_pd.multimodal.vision_processor import VisionProcessor
 from training import evaluate, evaluate_vision, loop, scenes, tiny_qwen3_vl, vision_card, vision_skills
 from training.card import sha256
 from training.evaluate import CHECKPOINT as TEXT_MODEL
@@ -349,30 +352,6 @@ def test_a_dialogue_is_rendered_as_the_chat_template_renders_it(seeing, make, qu
             torch.testing.assert_close(inputs[name], batch.vision[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", sorted({(96, 96), *scenes.PICTURE_SIZES}))
-def test_a_picture_has_as_many_placeholders_as_the_tower_makes_of_it(random_model, size):
-    thing = Thing("big", "red", "star", "top")
-    looked = Looked((scenes.draw_scene(Random(0), [thing], size), scenes.draw_scene(Random(1), [thing], size)))
-    frames = [still(scene.pixels) for scene in looked.seen]
-    grids = torch.tensor([[1, size[1] // 16, size[0] // 16]] * 2)
-    values = torch.from_numpy(np.concatenate([patches(f) for f in frames]))
-    made = random_model.model.get_image_features(values, grids).pooler_output
-    assert looked.text().count("<|image_pad|>") == sum(map(len, made)) == int(grids.prod(-1).sum()) // 4
-
-
-def test_a_clip_has_as_many_placeholders_as_the_tower_makes_of_it_in_one_stretch_per_pair_of_frames(random_model):
-    for seed in range(4):
-        clip = scenes.random_clip(Random(seed))
-        made = random_model.model.get_video_features(
-            torch.from_numpy(patches(clip.frames)), torch.tensor([[len(clip.frames) // 2, 6, 6]])
-        ).pooler_output
-        text = Looked((clip,)).text()
-        assert text.count("<|video_pad|>") == sum(map(len, made)) == 9 * len(clip.frames) // 2
-        assert len(re.findall(r"<\d\.\d seconds><\|vision_start\|>(?:<\|video_pad\|>){9}<\|vision_end\|>", text)) == (
-            len(clip.frames) // 2
-        )
-
-
 def test_a_batch_runs_and_teaches_the_tower_by_what_the_assistant_says_alone(random_model, tokenizer):
     batches = VisionRecipe(tokenizer, steps=10)(3)
     seen = [batch for batch in batches if batch.vision]
@@ -468,19 +447,14 @@ def test_the_image_processor_makes_the_patches_that_training_makes(saved, size):
     torch.testing.assert_close(made["pixel_values"], torch.from_numpy(patches(still(image))), rtol=0, atol=1e-6)
 
 
-def test_frames_become_patches_pair_by_pair_block_by_block():
-    """Each pixel holds where it is; a row is channel, frame of the pair, y, x."""
-    frames = np.zeros((4, 64, 96, 3), np.uint8)
-    frames[..., 0] = np.arange(4)[:, None, None]
-    frames[..., 1] = np.arange(64)[:, None]
-    frames[..., 2] = np.arange(96)
-    rows = np.rint((patches(frames) + 1) * 127.5).astype(int).reshape(-1, 3, 2, 16, 16)
-    assert rows.shape[0] == 2 * 4 * 6 and rows[..., 0].shape == (48, 3, 2, 16)
-    order = [(row[0, 0, 0, 0] // 2, row[1, 0, 0, 0] // 16, row[2, 0, 0, 0] // 16) for row in rows]
-    blocks = [(y, x) for y in (0, 2) for x in (0, 2, 4)]
-    assert order == [(t, y + i, x + j) for t in (0, 1) for y, x in blocks for i in (0, 1) for j in (0, 1)]
-    assert (rows[:, 0, 1] - rows[:, 0, 0] == 1).all(), "the second frame of the pair follows the first"
-    assert (np.diff(rows[:, 1], axis=-2) == 1).all() and (np.diff(rows[:, 2], axis=-1) == 1).all()
+def test_the_engine_makes_of_a_clip_the_patches_that_training_makes(saved):
+    """Where each pixel goes: `tests/m6_multimodal_pd/test_vision_processor.py`."""
+    frames = np.random.default_rng(0).integers(0, 256, (4, 64, 96, 3), dtype=np.uint8)
+    processor = VisionProcessor.from_directory(
+        saved, MultimodalConfig(), AutoConfig.from_pretrained(saved).vision_config
+    )
+    made = processor.process(Frames(frames, (0, 1, 2, 3), video_fps=2.0, total=4)).item.feature
+    np.testing.assert_allclose(patches(frames), made, rtol=0, atol=1e-6)
 
 
 def test_the_processors_are_those_of_a_qwen3_vl_with_small_pictures(saved):
