@@ -17,7 +17,6 @@ from m6_multimodal_pd.disaggregation.runtime.jobs import (
     error_of,
     fault_of,
     job_of,
-    resume,
     row_of,
 )
 from m6_multimodal_pd.disaggregation.runtime.messages import Ended, Fault, Job, Prefill, ToEngine, ToRouter
@@ -77,16 +76,6 @@ def test_whatever_names_a_request_reaches_the_engine(rid: str) -> None:
     req.request_id = rid
     job = job_of(req)
     assert travelled(job).rid == rid
-
-
-def test_a_request_goes_on_behind_what_was_said() -> None:
-    req = make_req(4, [1, 2, 3])
-    resume(req, (8, 9))
-    assert req.output_ids == [8, 9] and req.seqlen == 5
-    assert req.sequence.output_logprobs == [None, None], "they were told already"
-    assert len(req.key) == 5, "the cache knows them, too"
-    resume(req, ())
-    assert req.output_ids == [8, 9]
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------

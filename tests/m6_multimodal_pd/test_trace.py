@@ -77,13 +77,6 @@ def test_pictures_come_once_for_a_family_and_before_it_is_queued(make_engine: Ma
     assert kinds.index("item_received") < kinds.index("positions_assigned") < kinds.index("batch")
 
 
-def test_texts_say_nothing_of_pictures(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine, **setting())
-    engine.generate_batch(["some text", asking(1)], SHORT)
-    new = {event.kind for event in (RECEIVED, POSITIONS, RUN, HIT, EVICTED)}
-    assert new.isdisjoint(recorder.kinds())
-
-
 # --- the tower --------------------------------------------------------------------------------------------------------
 
 

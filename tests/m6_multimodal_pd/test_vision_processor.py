@@ -137,6 +137,7 @@ def test_long_and_narrow_pictures_are_refused(tmp_path: Path, width: int, height
     [
         (139, 1382, 1154, 4096, 25165824, (448, 384)),
         (262, 253, 1626, 131072, 786432, (32, 128)),
+        (4, 40, 64, 131072, 786432, (160, 256)),
         (25, 60, 520, 4096, 787456, (64, 512)),  # 12 pairs of frames: half a pair is rounded to even
     ],
 )
