@@ -33,9 +33,10 @@ GROUPS: list[DisaggregationConfig | None] = [None, DisaggregationConfig(transpor
 each_group = pytest.mark.parametrize("group", GROUPS, ids=["one engine", "a group"])
 
 
-def made(group: DisaggregationConfig | None, model: Path | None = None) -> LLMEngine:
+def made(group: DisaggregationConfig | None, model: Path | None = None, **parts: Any) -> LLMEngine:
     """An engine, or a group of them, with little memory."""
-    return LLMEngine(model, cache_config=CacheConfig(page_size=4, max_total_tokens=512), disaggregation_config=group)
+    memory = CacheConfig(page_size=4, max_total_tokens=512)
+    return LLMEngine(model, cache_config=memory, disaggregation_config=group, parts=parts)
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +242,7 @@ def test_what_an_operation_raises_is_its_answer_and_the_group_goes_on(
                 raise error
             return PARTS["model_loader"](config)
 
-    group = DisaggregationConfig(transport="in_process")
-    memory = CacheConfig(page_size=4, max_total_tokens=512)
-    with LLMEngine(cache_config=memory, disaggregation_config=group, parts={"model_loader": Loader()}) as engine:
+    with made(DisaggregationConfig(transport="in_process"), model_loader=Loader()) as engine:
         for _ in range(4):
             with pytest.raises(RemoteError, match=f"{type(error).__name__}.*prefill-0"):
                 engine.update_weights("/another")

@@ -17,7 +17,7 @@ from m1_single_request.errors import PartError
 from m6_multimodal_pd import EngineDeadError, ForwardError, KVCapacityError, RequestOutput, SamplingParams
 from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks
 from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, FirstToken, Prefill, Received, Relay, Tokens
-from m6_multimodal_pd.disaggregation.staging import StagedTarget
+from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.errors import EngineLostError, RemoteError, TransferError, WireError
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting
@@ -470,18 +470,16 @@ def test_memory_that_runs_out_while_a_step_is_decided_costs_its_requests_at_most
 
 def corrupting(monkeypatch: pytest.MonkeyPatch, *, chunks: Callable[[int], bool]) -> list[int]:
     """Flip a byte of every such chunk, by number, after it was sent and before it is received. Returns which."""
-    number, flipped = [0], []
-    receive = StagedTarget.receive
+    numbers, flipped, send = count(1), list[int](), StagedSource.send
 
-    def corrupted(self: StagedTarget, source: str, ticket: Any, pages: Any) -> None:
-        number[0] += 1
-        if chunks(number[0]):
-            flipped.append(number[0])
-            first = ticket.first_frame
-            self._sources[source].memory[first, 3] ^= 1
-        receive(self, source, ticket, pages)
+    def corrupted(self: StagedSource, target: str, pages: Any) -> Any:
+        ticket = send(self, target, pages)
+        if ticket is not None and chunks(number := next(numbers)):
+            flipped.append(number)
+            self.targets[target].memory[ticket.first_frame, 3] ^= 1
+        return ticket
 
-    monkeypatch.setattr(StagedTarget, "receive", corrupted)
+    monkeypatch.setattr(StagedSource, "send", corrupted)
     return flipped
 
 
