@@ -196,23 +196,6 @@ def test_where_a_process_is_killed_or_stopped_another_one_goes_on_without_a_toke
 
 
 @pytest.mark.exhaustive
-def test_one_that_stands_still_without_requests_is_replaced_too(group: Any, expected: dict[str, Any]) -> None:
-    check_is_whole(group)
-    pid = pid_of(group, "decode")
-    before = group.stats()
-    os.kill(pid, signal.SIGSTOP)
-    began = time.monotonic()
-    stats = group.stats()
-    assert time.monotonic() - began < SILENT_S
-    assert (stats.num_steps, stats.num_prompt_tokens) == (before.num_steps, before.num_prompt_tokens)
-    assert group.flush_cache()
-    assert time.monotonic() - began < SILENT_S + 10.0
-    assert eventually(lambda: group.stats() and not is_alive(pid))
-    check_is_whole(group)
-    check_alike(Callers(group, ASKED[:1]).answers(), {"0": expected["0"]})
-
-
-@pytest.mark.exhaustive
 def test_an_engine_whose_step_takes_too_long_is_ended_by_its_watchdog(make_group: Callable[..., Any]) -> None:
     engine = make_group(step_timeout_s=0.0001, max_restarts=0)
     children = list(links_of(engine).children.values())
