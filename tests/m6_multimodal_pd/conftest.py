@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 import m6_multimodal_pd
 from m1_single_request.model_loader import LoadedModel as LoadedTextModel
 from m6_multimodal_pd import ModelConfig
+from m6_multimodal_pd.disaggregation.runtime.credentials import write_keys
 from m6_multimodal_pd.model_loader import LoadedModel, load_model
 from tests.m5_chunked_prefill_spec.conftest import save_noisy
 from tests.m6_multimodal_pd.engines import MakeEngine, setting
@@ -75,6 +76,13 @@ def make_engine(loaded: LoadedModel) -> Iterator[MakeEngine]:
     maker = EngineMaker(m6_multimodal_pd, loaded)
     yield maker
     maker.check()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A file with the keys of a group."""
+    write_keys(tmp_path / "group.json")
+    return tmp_path / "group.json"
 
 
 @pytest.fixture

@@ -27,13 +27,6 @@ PARAMS = SamplingParams(max_tokens=8)
 MEMORY = CacheConfig(page_size=16, max_total_tokens=1024)
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    """A file of keys."""
-    write_keys(tmp_path / "group.json")
-    return tmp_path / "group.json"
-
-
 def test_keys_are_their_owner_s_alone_and_come_back_as_they_were(keys: Path) -> None:
     assert keys.stat().st_mode & 0o777 == 0o600
     found = read_keys(keys)

@@ -19,7 +19,6 @@ from m6_multimodal_pd import (
     TraceConfig,
 )
 from m6_multimodal_pd.disaggregation.members import length_incompatibility
-from m6_multimodal_pd.disaggregation.runtime.credentials import write_keys
 from m6_multimodal_pd.disaggregation.runtime.messages import LengthFitted
 from tests.engine_contract.test_real_models import GIB, NARROW, text_model
 from tests.m6_multimodal_pd.pd_engines import Listener, add, engine_of
@@ -111,9 +110,8 @@ def test_an_engine_takes_a_shorter_length_than_its_own_if_it_was_not_named() -> 
 
 
 @pytest.mark.exhaustive
-def test_where_the_length_is_never_agreed_on_the_engines_end_with_their_router(tmp_path: Path) -> None:
-    keys, address = tmp_path / "group.json", free_address()
-    write_keys(keys)
+def test_where_the_length_is_never_agreed_on_the_engines_end_with_their_router(keys: Path) -> None:
+    address = free_address()
     group = DisaggregationConfig(address=address, key_file=keys, start_timeout_s=20)
     with by_hand("prefill", address, keys) as waiting:
         with pytest.raises(EngineLostError, match="1 for decode did not join within start_timeout_s=20"):

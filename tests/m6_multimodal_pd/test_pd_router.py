@@ -13,7 +13,7 @@ from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.router import WATCHDOG_GRACE_S, Router
 from m6_multimodal_pd.disaggregation.runtime import endpoint, messages, socket_links
-from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
+from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys
 from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
 from m6_multimodal_pd.disaggregation.runtime.sockets import LOOPBACK, EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
@@ -30,7 +30,6 @@ class Site:
     """A router, and sockets that pass for engines."""
 
     def __init__(self, keys: Path) -> None:
-        write_keys(keys)
         self.keys = read_keys(keys)
         config = DisaggregationConfig(address="tcp://127.0.0.1:*", key_file=keys)
         self.links = SocketLinks("tcp://127.0.0.1:*", self.keys.router, config)
@@ -103,8 +102,8 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path / "keys")
+def site(keys: Path) -> Iterator[Site]:
+    made = Site(keys)
     yield made
     made.close()
 

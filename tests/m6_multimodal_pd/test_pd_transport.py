@@ -246,9 +246,7 @@ def test_pages_that_cannot_be_moved_are_refused_before_any_is_written(transport:
     with pytest.raises(TransferError, match=r"there are no pages|named twice"):
         pair.source.send("d", pages)
     assert free_frames(pair.source, "d") == 4
-    ticket = pair.source.send("d", [1, 2, 3][: len(pages)])
-    before = pair.theirs.pages()
-    assert ticket is not None
+    ticket, before = sent(pair.source, "d", [1, 2, 3][: len(pages)]), pair.theirs.pages()
     with pytest.raises(TransferError, match=r"there are no pages|named twice"):
         pair.target.receive("p", ticket, pages)
     assert pair.theirs.pages() == before

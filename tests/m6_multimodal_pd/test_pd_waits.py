@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from m6_multimodal_pd import DEFAULT_MODEL, DisaggregationConfig, EngineLostError, LLMEngine, SamplingParams
 from m6_multimodal_pd.disaggregation.members import vocabulary_of
 from m6_multimodal_pd.disaggregation.runtime import messages
-from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
+from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys
 from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, WELCOME
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from tests.m6_multimodal_pd.processes import free_address, process_of
@@ -64,14 +64,12 @@ MakeGroup = Callable[..., tuple[Any, dict[str, Any]]]
 
 
 @pytest.fixture
-def made(tmp_path: Path, vocabulary: str) -> Iterator[MakeGroup]:
+def made(keys: Path, vocabulary: str) -> Iterator[MakeGroup]:
     """`made(heartbeat_timeout_s, SilentEngine or process_of)`: a router, and its two silent engines by role."""
     with ExitStack() as stack:
 
         def make(heartbeat_timeout_s: float, engine: Callable[[dict[str, Any]], Any]) -> tuple[Any, dict[str, Any]]:
-            address, keys = free_address(), tmp_path / "keys"
-            write_keys(keys)
-            engines = {}
+            address, engines = free_address(), {}
             for role in ROLES:
                 own = engine(order_of(role, address, keys, vocabulary))
                 engines[role] = stack.enter_context(closing(own) if isinstance(own, SilentEngine) else own)

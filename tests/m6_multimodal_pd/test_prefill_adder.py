@@ -49,6 +49,13 @@ def allowing(left: int) -> Any:
     return make
 
 
+def recorded(left: int, cache: Any = None, **limits: Any) -> tuple[Any, Recorder]:
+    """Such an adder, and its events."""
+    tracer = Tracer()
+    recorder = Recorder(tracer)
+    return make_adder(cache or make_cache(num_pages=500), adder_class=allowing(left), tracer=tracer, **limits), recorder
+
+
 def prompt(number: int, length: int) -> Req:
     return make_req(number, [7 + number] * length, max_tokens=5)
 
@@ -57,9 +64,7 @@ def prompt(number: int, length: int) -> Req:
     ("left", "given", "bound_by"), [(20, 20, "encoder_budget"), (32, 32, "max_num_batched_tokens")]
 )
 def test_a_prompt_is_cut_by_the_tighter_of_two_limits(left: int, given: int, bound_by: str) -> None:
-    tracer = Tracer()
-    recorder = Recorder(tracer)
-    adder = make_adder(make_cache(num_pages=500), tokens=32, adder_class=allowing(left), tracer=tracer)
+    adder, recorder = recorded(left, tokens=32)
     req = prompt(1, 100)
     assert add(adder, req) is OTHER and adder.new_chunked_req is req
     assert (req.extend_input_len, adder.rem_input_tokens) == (given, 32 - given)
@@ -67,10 +72,9 @@ def test_a_prompt_is_cut_by_the_tighter_of_two_limits(left: int, given: int, bou
 
 
 def test_whoever_may_not_begin_waits_and_holds_nothing() -> None:
-    cache, tracer = make_cache(num_pages=500), Tracer()
-    recorder = Recorder(tracer)
+    cache = make_cache(num_pages=500)
     fill(cache, [8] * 10)
-    adder = make_adder(cache, tokens=100, adder_class=allowing(0), tracer=tracer)
+    adder, recorder = recorded(0, cache, tokens=100)
     req = prompt(1, 20)
     assert add(adder, req) is OTHER and adder.can_run_list == [] and adder.new_chunked_req is None
     assert cache.protected_size() == 0 and req.extend_input_len == 10
@@ -80,11 +84,10 @@ def test_whoever_may_not_begin_waits_and_holds_nothing() -> None:
 def test_it_is_asked_and_told_of_what_stands_behind_the_hit() -> None:
     cache = make_cache(num_pages=500)
     fill(cache, [8] * 12)
-    adder = make_adder(cache, tokens=100, adder_class=allowing(30))
+    adder, _ = recorded(30, cache, tokens=100)
     add(adder, prompt(1, 20))
     assert adder.add_chunked_req(begun(cache, 2, 60, 15, max_tokens=5)) is OTHER
-    assert isinstance(adder, PrefillAdder)
-    limit: Any = adder.encoder_budget
+    limit = adder.encoder_budget
     assert limit.asked == {("r1", 12), ("r2", 15)} and limit.taken == [("r1", 12, 8), ("r2", 15, 22)]
 
 
@@ -100,10 +103,9 @@ def test_a_piece_ends_at_a_page_unless_the_other_limit_has_no_page(left: int, gi
     [(7, 50, 7, "encoder_budget"), (7, 5, 5, "memory"), (50, 50, 20, "max_num_batched_tokens")],
 )
 def test_the_next_piece_is_cut_by_the_tightest_limit(left: int, num_free: int, given: int, bound_by: str) -> None:
-    cache, tracer = make_cache(num_pages=10 + num_free), Tracer()
-    recorder = Recorder(tracer)
+    cache = make_cache(num_pages=10 + num_free)
     req = begun(cache, 1, 40, 10, max_tokens=5)
-    adder = make_adder(cache, tokens=20, adder_class=allowing(left), tracer=tracer)
+    adder, recorder = recorded(left, cache, tokens=20)
     assert adder.add_chunked_req(req) is OTHER
     assert adder.can_run_list == [req] and req.extend_input_len == given
     assert [event.bound_by for event in recorder.events("chunk_cut")] == [bound_by]
@@ -119,11 +121,7 @@ def test_the_next_piece_waits_where_nothing_of_it_may_run() -> None:
 
 def test_without_chunks_a_prompt_runs_alone_or_fits_the_other_limit_whole() -> None:
     for left, is_taken in ((30, True), (29, False)):
-        tracer = Tracer()
-        recorder = Recorder(tracer)
-        adder = make_adder(
-            make_cache(num_pages=500), tokens=100, is_chunked=False, adder_class=allowing(left), tracer=tracer
-        )
+        adder, recorder = recorded(left, tokens=100, is_chunked=False)
         first, second = prompt(1, 20), prompt(2, 10)
         assert add(adder, first) is CONTINUE
         assert add(adder, second) is (CONTINUE if is_taken else OTHER)
