@@ -90,6 +90,9 @@ def test_the_first_hole_that_is_large_enough_is_taken() -> None:
     assert frames.find(4) is None and frames.num_free == 7, "finding holds nothing"
     assert frames.free(1) and not frames.free(1)
     assert frames.find(5) == range(5) and frames.find(7) is None, "neighbours are one hole"
+    frames.hold(2, range(5))
+    frames.hold(3, frames.find(0) or range(0))
+    assert frames.find(1) == range(5, 6), "a ticket that holds none frees none"
 
 
 class Broken(PageStore):

@@ -28,7 +28,7 @@ class Frames:
         for held in [*sorted(self._held.values(), key=lambda frames: frames.start), range(self.num_frames, 0)]:
             if held.start - start >= count:
                 return range(start, start + count)
-            start = held.stop
+            start = max(start, held.stop)  # no frames may be held, too
         return None
 
     def hold(self, number: int, frames: range) -> None:
