@@ -5,18 +5,14 @@ bed.add(100, max_tokens=9)           # runs in pieces of 32, 32, 32 and 4 tokens
 bed.drain()                          # every answer is right, however much was guessed
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from m1_single_request import Tracer
-from m1_single_request.stop_checker import StopChecker
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.preemption import FewestOutputsFirst
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
-from m5_chunked_prefill_spec.cost_table import CostTable
 from m5_chunked_prefill_spec.outputs import ModelRunnerOutput as StepOutput
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
@@ -25,10 +21,10 @@ from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m5_chunked_prefill_spec.speculative.speculation import Speculation
 from m5_chunked_prefill_spec.wiring import chunk_alignment, make_composer
-from tests.testbed.fakes import CPU, EOS, VOCAB_SIZE, letter
+from tests.testbed.fakes import VOCAB_SIZE, letter
 from tests.testbed.pieces_checks import PiecesChecks
 from tests.testbed.pieces_runner import PiecesRunner
-from tests.testbed.radix import CACHES, Decision, RadixBed, make_pools, on_bed
+from tests.testbed.radix import Decision, RadixBed, make_radix_bed
 from tests.testbed.radix_runner import states_of
 
 
@@ -94,6 +90,9 @@ class PiecesBed(RadixBed):
 
     runner_class = PiecesRunner
     decision_class = MixedDecision
+    checks_class = PiecesChecks
+    config_class = SchedulerConfig
+    rows_class = ReqToTokenPool
     req_class = SpeculativeReq
 
     def add(self, prompt: int | Sequence[int], max_tokens: int = 4, *, speculate: bool = True, **settings: Any) -> str:
@@ -132,85 +131,29 @@ class PiecesBed(RadixBed):
         req = self.scheduler.chunked_req
         return None if req is None or req.req_pool_idx is None else req.rid
 
-
-def make_pieces_bed(
-    *,
-    num_tokens: int = 512,
-    page_size: int = 1,
-    prefix_cache: str = "radix",
-    schedule_policy: Any = "fcfs",
-    eviction_policy: str = "lru",
-    max_num_seqs: int = 4,
-    max_num_batched_tokens: int | None = None,
-    conservativeness: float = 1.0,
-    max_model_len: int = 256,
-    guesses: Guesses | None = None,
-    costs: CostTable | None = None,
-    scheduler_class: Callable[..., Any] = Scheduler,
-    policy_class: Callable[..., Any] = SchedulePolicy,
-    adder_class: Any = PrefillAdder,
-    composer: Any = None,
-    preemption: Any = None,
-    trace: bool = False,
-    checked: bool = True,
-    tensors: bool = False,
-    debug: bool = False,
-    **limits: Any,
-) -> PiecesBed:
-    """m5's scheduler on a bed, with KV memory for `num_tokens`. `limits`: other fields of `SchedulerConfig`."""
-    config = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        schedule_policy=schedule_policy,
-        schedule_conservativeness=conservativeness,
-        **limits,
-    ).resolved(max_model_len, "cpu")
-    tracer = Tracer()
-    pools = make_pools(
-        ReqToTokenPool(size=max_num_seqs, max_context_len=max_model_len),
-        num_tokens=num_tokens,
-        page_size=page_size,
-        cache_class=CACHES[prefix_cache],
-        eviction_policy=eviction_policy,
-        tracer=tracer,
-        debug=debug,
-    )
-    alignment = chunk_alignment(config, page_size)
-    scheduler = scheduler_class(
-        scheduler_config=config,
-        pools=pools,
-        policy=policy_class(config.schedule_policy, tree_cache=pools.tree_cache, seed=0, tracer=tracer),
-        prefill_adder=adder_class,
-        composer=composer or make_composer(config, costs),
-        speculation=speculation_of(guesses, max_model_len),
-        chunk_alignment=alignment,
-        preemption=preemption or FewestOutputsFirst(),
-        stop_checker=StopChecker(eos_token_ids={EOS}, max_model_len=max_model_len),
-        vocab_size=VOCAB_SIZE,
-        device=CPU,
-        tracer=tracer,
-    )
-    pools.running = lambda: running_of(scheduler)
-    return on_bed(
-        PiecesBed(scheduler, checks=None, tensors=tensors, max_model_len=max_model_len),
-        PiecesChecks if checked else None,
-        trace=trace,
-        honest_policy=preemption is None,
-        config=config,
-        chunk_alignment=alignment,
-    )
+    def possible_victims(self) -> list[Req]:
+        chunked = self.chunked()
+        return [*super().possible_victims(), *([] if chunked is None else [self.reqs[chunked]])]
 
 
-def speculation_of(guesses: Guesses | None, max_model_len: int) -> Speculation:
-    """As many guesses as `guesses` may make, always."""
-    config = SpeculativeConfig()
+def make_pieces_bed(*, max_model_len: int = 256, guesses: Guesses | None = None, **settings: Any) -> PiecesBed:
+    """m5's scheduler on a bed, as m4's; each step has as many guesses as `guesses` may make."""
+    speculative = SpeculativeConfig()
     if guesses is not None:
-        config = SpeculativeConfig(method="ngram", num_speculative_tokens=guesses.most)
-    return Speculation(proposer=guesses, config=config, max_model_len=max_model_len, vocab_size=VOCAB_SIZE)
+        speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=guesses.most)
+    speculation = Speculation(proposer=guesses, config=speculative, max_model_len=max_model_len, vocab_size=VOCAB_SIZE)
 
+    def make_scheduler(*, scheduler_config: SchedulerConfig, pools: Any, **parts: Any) -> Scheduler:
+        return Scheduler(
+            scheduler_config=scheduler_config,
+            pools=pools,
+            composer=make_composer(scheduler_config, None),
+            speculation=speculation,
+            chunk_alignment=chunk_alignment(scheduler_config, pools.tree_cache.page_size),
+            **parts,
+        )
 
-def running_of(scheduler: Any) -> list[Req]:
-    """Those who may have to go when memory is short."""
-    chunked = scheduler.chunked_req
-    is_held = chunked is not None and chunked.req_pool_idx is not None
-    return [*scheduler.running_batch.reqs, *([chunked] if is_held else [])]
+    parts = {"scheduler_class": make_scheduler, "policy_class": SchedulePolicy, "adder_class": PrefillAdder}
+    own: dict[str, Any] = {"bed_class": PiecesBed, "num_tokens": 512, "max_model_len": max_model_len}
+    bed: PiecesBed = make_radix_bed(**parts | own | settings)
+    return bed

@@ -12,16 +12,16 @@ from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+from m5_chunked_prefill_spec.wiring import chunk_alignment
 from tests.testbed.radix_checks import RadixChecks
 
 
 class PiecesChecks(RadixChecks):
     """Raises AssertionError at the first decision that breaks a rule."""
 
-    def __init__(self, scheduler: Any, runner: Any, *, config: Any, chunk_alignment: int, **settings: Any) -> None:
+    def __init__(self, scheduler: Any, runner: Any, **settings: Any) -> None:
         super().__init__(scheduler, runner, **settings)
-        self.config = config
-        self.chunk_alignment = chunk_alignment
+        self.chunk_alignment = chunk_alignment(self.config, scheduler.tree_cache.page_size)
         self.pieces: dict[str, int] = {}
         """The request in pieces, and the number of its tokens with KV; at most one."""
         self.in_flight: dict[str, int] = {}
@@ -72,7 +72,7 @@ class PiecesChecks(RadixChecks):
         self._budget_is_kept(batch)
 
     def _budget_is_kept(self, batch: Any) -> None:
-        new_lens, budget = batch.new_lens.tolist(), self.scheduler.max_num_batched_tokens
+        new_lens, budget = batch.new_lens.tolist(), self.config.max_num_batched_tokens
         of_prompts = sum(new_lens[: batch.num_prompts])
         if not self.config.enable_chunked_prefill:
             assert batch.chunked_req is None

@@ -70,11 +70,14 @@ class Decision:
 class RadixBed(FamiliesBed):
     """m4's scheduler below its `RequestFamilies`, on simulated memory.
 
-    Seams for a scheduler whose steps do several things at once: `runner_class`, `decision_class`, `req_class`.
+    Seams for a scheduler whose steps do several things at once: the classes of which the bed is made.
     """
 
     runner_class: type[RadixRunner] = RadixRunner
     decision_class: type[Decision] = Decision
+    checks_class: type[RadixChecks] = RadixChecks
+    config_class: type[SchedulerConfig] = SchedulerConfig
+    rows_class: type[ReqToTokenPool] = ReqToTokenPool
     req_class: type[Req] = Req
 
     def __init__(self, scheduler: Any, *, tensors: bool = False, max_model_len: int, **settings: Any) -> None:
@@ -142,6 +145,10 @@ class RadixBed(FamiliesBed):
         """The waiting requests that ran before, the oldest first."""
         return [req.rid for req in self.reqs.values() if req.is_retracted]
 
+    def possible_victims(self) -> Sequence[Req]:
+        """Those who may have to go when memory is short."""
+        return self.scheduler.running_batch.reqs  # type: ignore[no-any-return]
+
     def flush(self) -> None:
         """Forget what is cached, as the engine does when it is idle."""
         assert not self.scheduler.requests
@@ -173,20 +180,9 @@ class SqueezedPools(Pools):
     release = relax
 
 
-def make_pools(
-    rows: Any, *, num_tokens: int, page_size: int, cache_class: Any, eviction_policy: str, tracer: Tracer, debug: bool
-) -> SqueezedPools:
-    """Memory for so many tokens, less what fills no page, checked at every free."""
-    size = num_tokens // page_size * page_size
-    allocator = TokenToKVPoolAllocator(size=size, page_size=page_size, checked=True)
-    tree_cache = cache_class(
-        req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, eviction_policy=eviction_policy, tracer=tracer
-    )
-    return SqueezedPools(rows, allocator, tree_cache, debug=debug)
-
-
 def make_radix_bed(
     *,
+    bed_class: type[RadixBed] = RadixBed,
     num_tokens: int = 256,
     page_size: int = 1,
     prefix_cache: str = "radix",
@@ -205,28 +201,31 @@ def make_radix_bed(
     checked: bool = True,
     tensors: bool = False,
     debug: bool = False,
-) -> RadixBed:
-    """m4's scheduler on a bed, with KV memory for `num_tokens`."""
-    config = SchedulerConfig(
+    **limits: Any,
+) -> Any:
+    """m4's scheduler on a bed, with KV memory for `num_tokens`, less what fills no page, checked at every free.
+
+    `limits`: other fields of the bed's `SchedulerConfig`.
+    """
+    config = bed_class.config_class(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         schedule_policy=schedule_policy,
         schedule_conservativeness=conservativeness,
+        **limits,
     ).resolved(max_model_len)
     tracer = Tracer()
-    pools = make_pools(
-        ReqToTokenPool(size=max_num_seqs, max_context_len=max_model_len),
-        num_tokens=num_tokens,
-        page_size=page_size,
-        cache_class=cache_class or CACHES[prefix_cache],
-        eviction_policy=eviction_policy,
-        tracer=tracer,
-        debug=debug,
+    rows = bed_class.rows_class(size=max_num_seqs, max_context_len=max_model_len)
+    size = num_tokens // page_size * page_size
+    allocator = TokenToKVPoolAllocator(size=size, page_size=page_size, checked=True)
+    tree_cache = (cache_class or CACHES[prefix_cache])(
+        req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, eviction_policy=eviction_policy, tracer=tracer
     )
+    pools = SqueezedPools(rows, allocator, tree_cache, debug=debug)
     scheduler = scheduler_class(
         scheduler_config=config,
         pools=pools,
-        policy=policy_class(config.schedule_policy, tree_cache=pools.tree_cache, seed=0, tracer=tracer),
+        policy=policy_class(config.schedule_policy, tree_cache=tree_cache, seed=0, tracer=tracer),
         prefill_adder=adder_class,
         preemption=preemption or FewestOutputsFirst(),
         stop_checker=StopChecker(eos_token_ids={EOS}, max_model_len=max_model_len),
@@ -234,21 +233,13 @@ def make_radix_bed(
         device=CPU,
         tracer=tracer,
     )
-    pools.running = lambda: scheduler.running_batch.reqs
-    return on_bed(
-        RadixBed(scheduler, checks=None, tensors=tensors, max_model_len=max_model_len),
-        RadixChecks if checked else None,
-        trace=trace,
-        honest_policy=preemption is None,
-    )
-
-
-def on_bed(bed: Any, checks_class: Any, *, trace: bool, **settings: Any) -> Any:
-    """A bed with a trace, if wanted, and a judge of its own."""
-    if trace:
-        bed.recorder = Recorder(bed.scheduler.tracer)
-    if checks_class:
-        bed.checks = checks_class(bed.scheduler, bed.runner, max_model_len=bed.max_model_len, **settings)
+    recorder = Recorder(tracer) if trace else None
+    bed = bed_class(scheduler, checks=None, tensors=tensors, max_model_len=max_model_len, recorder=recorder)
+    pools.running = bed.possible_victims
+    if checked:
+        bed.checks = bed_class.checks_class(
+            scheduler, bed.runner, config=config, max_model_len=max_model_len, honest_policy=preemption is None
+        )
     return bed
 
 

@@ -30,9 +30,12 @@ def loss(life: Life) -> tuple[int, int, int]:
 class RadixChecks(Checks):
     """Raises AssertionError at the first decision that breaks a rule."""
 
-    def __init__(self, scheduler: Any, runner: RadixRunner, *, max_model_len: int, honest_policy: bool = True) -> None:
-        """`honest_policy`: whether the victims are those of the usual preemption policy."""
+    def __init__(
+        self, scheduler: Any, runner: RadixRunner, *, config: Any, max_model_len: int, honest_policy: bool = True
+    ) -> None:
+        """`config`: the limits. `honest_policy`: whether the victims are those of the usual preemption policy."""
         super().__init__(scheduler, max_model_len=max_model_len)
+        self.config = config
         self.runner = runner
         self.honest_policy = honest_policy
         self.running: list[str] = []  # as of the last update, in the order of the batch
@@ -96,7 +99,7 @@ class RadixChecks(Checks):
         came_back = self._came_back_first(joined)
         assert batch.extend_lens is not None and batch.prefix_lens is not None
         is_alone = len(joined) == 1 and joined == came_back
-        assert sum(batch.extend_lens) <= self.scheduler.max_num_batched_tokens or is_alone
+        assert sum(batch.extend_lens) <= self.config.max_num_batched_tokens or is_alone
         page_size = self.scheduler.tree_cache.page_size
         assert not any(prefix % page_size for prefix in batch.prefix_lens)
 
@@ -106,7 +109,7 @@ class RadixChecks(Checks):
         came_back = [rid for rid in retracted if rid in joined]
         assert came_back == retracted[: len(came_back)], f"{came_back} came back, but {retracted} lost their places"
         assert came_back == retracted or len(joined) == len(came_back), "a request overtook a retracted one"
-        assert len(joined) + len(self.running) <= self.scheduler.max_num_seqs
+        assert len(joined) + len(self.running) <= self.config.max_num_seqs
         return came_back
 
     def _row_lens(self, batch: ScheduleBatch | None) -> None:
