@@ -23,14 +23,13 @@ def circles(**codes: str) -> list[str]:
         "def f():\n    from m1_x.a import x",
     ],
 )
-def test_a_circle_of_two_is_found_once(back: str) -> None:
-    (text,) = circles(a="from m1_x.b import y", b=back)
-    assert text.startswith("a circle of files: m1_x.a -> m1_x.b -> m1_x.a;")
+def test_a_circle_of_two_is_found(back: str) -> None:
+    assert circles(a="from m1_x.b import y", b=back) == ["a circle of files: m1_x.a -> m1_x.b -> m1_x.a"]
 
 
-def test_a_longer_circle_is_found_once() -> None:
-    (text,) = circles(a="import m1_x.b", b="import m1_x.c", c="import m1_x.a", d="import m1_x.a")
-    assert text.endswith("together: m1_x.a, m1_x.b, m1_x.c")
+def test_a_longer_circle_is_found() -> None:
+    texts = circles(a="import m1_x.b", b="import m1_x.c", c="import m1_x.a", d="import m1_x.a")
+    assert texts == ["a circle of files: m1_x.a -> m1_x.b -> m1_x.c -> m1_x.a"]
 
 
 def test_two_ways_to_one_file_are_no_circle() -> None:

@@ -84,26 +84,6 @@ def test_what_needs_no_docstring() -> None:
     assert findings(rules.docstrings_are_there, code) == []
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "print('x')",
-        "import pickle",
-        "import os, pickle as p",
-        "from pickle import loads",
-        "import dill.session",
-        "import torch\ntorch.load('model.bin')",
-    ],
-)
-def test_printing_and_pickling_are_found(code: str) -> None:
-    assert len(findings(rules.nothing_prints_or_pickles, code)) == 1
-
-
-def test_a_demo_prints_and_a_console_is_no_print() -> None:
-    assert findings(rules.nothing_prints_or_pickles, "print('x')", name="m2_y.demo") == []
-    assert findings(rules.nothing_prints_or_pickles, "console.print('x')\nfrom .pickle import x") == []
-
-
 # --- events -----------------------------------------------------------------------------------------------------------
 
 EVENTS = "class Event: pass\nclass Detail(Event): pass\nclass Admit(Detail): pass\nclass Number: pass"
