@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from m1_single_request import ConfigError, LLMEngine, ModelConfig, ModelLoadError, TraceConfig
-from tests.support.wrong_values import check_refused, each_of
 
 
 @pytest.mark.parametrize(
@@ -25,26 +24,6 @@ from tests.support.wrong_values import check_refused, each_of
 def test_a_wrong_configuration_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLMEngine(**arguments)
-
-
-@each_of(
-    {
-        ModelConfig: {
-            "device": ("gpu", "cuda:99", "cpu:-1", "meta", "", None, -1, 5, 1.5, True, 10**30),
-            "dtype": ("float8", None),
-            "max_model_len": (1, 2.0, True),
-            "seed": (None, 0.5),
-            "model": (["a"],),
-        }
-    }
-)
-def test_a_wrong_model_configuration_is_refused(make: Any, name: str, value: Any) -> None:
-    check_refused(make, name, value)
-
-
-def test_a_wrong_trace_configuration_is_refused() -> None:
-    with pytest.raises(ConfigError, match="console='loud'"):
-        TraceConfig(console="loud")  # type: ignore[arg-type]
 
 
 def test_a_failed_start_closes_its_trace_files(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What an m4 engine can be told: who goes first, how KV is shared, how much of it there is. Checked when it is said.
 
-What is alike in all milestones is tested in `tests/engine_contract`.
+Wrong values are tested in `tests/engine_contract`.
 """
 
 from typing import Any
@@ -9,50 +9,8 @@ import pytest
 
 from m4_radix_cache import CacheConfig, ConfigError, LLMEngine, ModelConfig, SchedulerConfig
 from tests.m4_radix_cache.engines import MakeEngine, setting
-from tests.support.wrong_values import INFINITE, NAN, Wrong, check_refused, each_of
 
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
-WRONG: Wrong = {
-    SchedulerConfig: {
-        "schedule_policy": (None, ["lpm"]),
-        "schedule_conservativeness": (-0.1, NAN, INFINITE, 10**400, True, "1", None),
-    },
-    CacheConfig: {
-        "page_size": (0, 16.0, None, True),
-        "prefix_cache": (None, False),
-        "eviction_policy": (None,),
-        "max_total_tokens": (0, 1e4),
-        "kv_cache_memory_bytes": (0, 1e9),
-        "gpu_memory_utilization": (0, 1.01, NAN, True),
-        "debug": (1, None),
-    },
-}
-
-
-@each_of(WRONG)
-def test_a_wrong_value_is_refused_with_its_name(make: Any, name: str, value: Any) -> None:
-    check_refused(make, name, value)
-
-
-@pytest.mark.parametrize(
-    ("make", "values", "message"),
-    [
-        (
-            SchedulerConfig,
-            {"schedule_policy": "sjf"},
-            "schedule_policy='sjf' is unknown: use fcfs or lpm or dfs-weight or lof or random or priority",
-        ),
-        (SchedulerConfig, {"schedule_conservativeness": -0.1}, "=-0.1 must be a number of at least 0"),
-        (CacheConfig, {"prefix_cache": "tree"}, "prefix_cache='tree' is unknown: use radix or hash or chunk"),
-        (CacheConfig, {"eviction_policy": "mru"}, "eviction_policy='mru' is unknown: use lru or lfu or fifo"),
-        (CacheConfig, {"max_total_tokens": 15}, "max_total_tokens=15 is less than one page of page_size=16 tokens"),
-        (CacheConfig, {"debug": 1}, "debug=1 must be True or False"),
-    ],
-    ids=str,
-)
-def test_the_message_names_valid_values(make: Any, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(**values)
 
 
 def test_what_is_right_is_accepted() -> None:

@@ -7,67 +7,18 @@ from typing import Any, get_args
 import pytest
 
 from m5_chunked_prefill_spec import (
-    CacheConfig,
     ConfigError,
-    EngineConfig,
     InvalidRequestError,
     LLMEngine,
     ModelConfig,
     PromptTooLongError,
     SchedulerConfig,
     SpeculativeConfig,
-    TraceConfig,
 )
 from m5_chunked_prefill_spec.config import MAX_SPECULATIVE_TOKENS, ScheduleName, SpeculativeMethod
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from tests.m5_chunked_prefill_spec.engines import COSTS, MakeEngine, greedy, ids, scheduler_of, setting
 from tests.support.engines import Recorder
-from tests.support.wrong_values import INFINITE, NAN, Wrong, check_refused, each_of
-
-WRONG: Wrong = {
-    SchedulerConfig: {
-        "max_num_seqs": (0, None),
-        "max_num_batched_tokens": (0, 256.0),
-        "schedule": (None,),
-        "enable_chunked_prefill": (1, None),
-        "chunked_prefill_size": (0, -1, 1.5, True),
-        "target_gap_ms": (0, -5.0, NAN, INFINITE, "20", True),
-        "schedule_conservativeness": (None,),
-        "cost_table": ({1: 2.0},),
-    },
-    SpeculativeConfig: {
-        "method": (False,),
-        "num_speculative_tokens": (0, None, 65),
-        "prompt_lookup_max": (0, "4"),
-        "prompt_lookup_min": (0, 1.0, 5),
-        "model": (5,),
-    },
-}
-
-
-@each_of(WRONG)
-def test_a_wrong_value_is_refused_with_its_name(make: Any, name: str, value: Any) -> None:
-    check_refused(make, name, value)
-
-
-@pytest.mark.parametrize(
-    ("make", "values", "message"),
-    [
-        (SchedulerConfig, {"max_num_seqs": 16, "max_num_batched_tokens": 15}, "15 is less than max_num_seqs=16"),
-        (SchedulerConfig, {"schedule": "both"}, "schedule='both' is unknown: use decode_first or prefill_first"),
-        (SchedulerConfig, {"enable_chunked_prefill": 1}, "enable_chunked_prefill=1 must be True or False"),
-        (SchedulerConfig, {"target_gap_ms": 0}, "target_gap_ms=0 must be a number greater than 0"),
-        (SchedulerConfig, {"cost_table": {1: 2.0}}, "cost_table={1: 2.0} must be a CostTable"),
-        (SpeculativeConfig, {"method": "eagle"}, "method='eagle' is unknown: use ngram or draft_model"),
-        (SpeculativeConfig, {"method": "ngram", "num_speculative_tokens": 65}, "65 must be at most 64"),
-        (SpeculativeConfig, {"method": "ngram", "prompt_lookup_min": 5}, "=5 is more than prompt_lookup_max=4"),
-        (SchedulerConfig, {"cost_table": COSTS}, "cost_table has no effect without target_gap_ms: give both"),
-    ],
-    ids=str,
-)
-def test_the_message_names_valid_values(make: Any, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(**values)
 
 
 @pytest.mark.parametrize(
@@ -100,18 +51,10 @@ def test_what_is_right_is_accepted() -> None:
     assert SpeculativeConfig(method="ngram", prompt_lookup_min=3, prompt_lookup_max=3)
 
 
-def test_defaults() -> None:
-    config = EngineConfig()
-    assert (config.model, config.scheduler, config.cache) == (ModelConfig(), SchedulerConfig(), CacheConfig())
-    assert (config.speculative, config.trace) == (SpeculativeConfig(), TraceConfig())
-    names = [field.name for field in dataclasses.fields(config)]
-    assert names == ["model", "trace", "scheduler", "cache", "speculative"]
-    scheduler = SchedulerConfig()
-    assert (scheduler.schedule, scheduler.schedule_policy) == (
-        "decode_first",
-        "lpm",
-    ) and scheduler.enable_chunked_prefill
-    assert (scheduler.chunked_prefill_size, scheduler.target_gap_ms, scheduler.cost_table) == (None, None, None)
+def test_by_default_prompts_are_cut_after_the_decodes_and_nothing_is_guessed() -> None:
+    config = SchedulerConfig()
+    assert (config.schedule, config.schedule_policy, config.enable_chunked_prefill) == ("decode_first", "lpm", True)
+    assert (config.chunked_prefill_size, config.target_gap_ms, config.cost_table) == (None, None, None)
     assert SpeculativeConfig().method is None
 
 
@@ -138,11 +81,6 @@ def test_a_step_on_a_gpu_is_larger_unless_it_is_told_otherwise() -> None:
     assert SchedulerConfig().resolved(4096, "cuda").max_num_batched_tokens == 2048
     assert SchedulerConfig(max_num_seqs=3000).resolved(4096, "cuda").max_num_batched_tokens == 3000
     assert SchedulerConfig(max_num_batched_tokens=64).resolved(4096, "cuda").max_num_batched_tokens == 64
-
-
-def test_a_keyword_takes_its_own_configuration_only() -> None:
-    with pytest.raises(ConfigError, match="speculative_config"):
-        LLMEngine("/nowhere", speculative_config=SchedulerConfig())
 
 
 # --- what fits together, once the model is known ----------------------------------------------------------------------
