@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 
 from tests.engine_contract.crowd import Answers, MakeEngine, answers_of
-from tests.engine_contract.variants import VARIANTS, Variant
+from tests.engine_contract.variants import VARIANTS, Variant, each_of
 from tests.support.engines import EngineMaker
 
-
-@pytest.fixture(params=VARIANTS, ids=str)
-def variant(request: pytest.FixtureRequest) -> Variant:
-    """Every milestone with batches, in each of its ways to run them."""
-    return request.param  # type: ignore[no-any-return]
+variant = each_of(VARIANTS)
+"""Every milestone with batches, in each of its ways to run them."""
 
 
 @pytest.fixture(scope="session")

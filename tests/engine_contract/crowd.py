@@ -2,32 +2,20 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from m1_single_request import SamplingParams
 from tests.engine_contract.variants import Variant
 from tests.support.engines import drain, greedy, ids as ids
 
 Answers = dict[str, tuple[int, ...]]
+MakeEngine = Callable[..., Any]
+"""`make_engine(parts, seats=..., budget=..., room=..., ...)`: an engine of the variant on the tiny model."""
 
 PROMPTS = {"a": [31, 32, 33], "b": [41, 42, 43, 44, 45], "c": [51], "d": [61, 62], "e": [71, 72, 73, 74]}
 NUM_TOKENS = {"a": 6, "b": 3, "c": 5, "d": 6, "e": 4}
 """With seats for three, d joins when b has ended, and e when c has."""
 SEATS = 3
-
-
-class MakeEngine(Protocol):
-    """Builds an engine of the variant on the tiny model."""
-
-    def __call__(
-        self,
-        parts: Mapping[str, Any] | None = None,
-        *,
-        seats: int = 4,
-        budget: int | None = None,
-        room: int | None = None,
-        **changes: Any,
-    ) -> Any: ...
 
 
 def answers_of(make_m1: Any) -> Answers:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine_contract.crowd import Answers, MakeEngine, ends, note, run
-from tests.engine_contract.variants import M1, WHOLE, WITH_M1, Variant
+from tests.engine_contract.variants import M1, WHOLE, WITH_M1, Variant, each_of
 from tests.support.engines import OnEvent, Recorder, greedy
 
 pytestmark = pytest.mark.sample(3)
@@ -18,10 +18,8 @@ pytestmark = pytest.mark.sample(3)
 PROMPTS = {"b": [31, 32, 33, 34], "a": [21, 22, 23], "c": [41], "d": [51, 52]}
 
 
-@pytest.fixture(params=WITH_M1, ids=str)
-def variant(request: pytest.FixtureRequest) -> Variant:
-    """Every milestone, in each of its ways to run."""
-    return request.param  # type: ignore[no-any-return]
+variant = each_of(WITH_M1)
+"""Every milestone, in each of its ways to run."""
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from m3_paged_attention import KVCapacityError
 from tests.engine_contract.crowd import MakeEngine, ids, run
-from tests.engine_contract.variants import VARIANTS, WHOLE, Variant
+from tests.engine_contract.variants import VARIANTS, WHOLE, Variant, each_of
 from tests.support.engines import Recorder, greedy
 from tests.support.families import Singles, check_children, drawn
 
@@ -19,10 +19,8 @@ pytestmark = pytest.mark.sample(3)
 LIMITED = [variant for variant in VARIANTS if variant.milestone >= "m3"]
 
 
-@pytest.fixture(params=LIMITED, ids=str)
-def variant(request: pytest.FixtureRequest) -> Variant:
-    """Every milestone whose requests share KV memory."""
-    return request.param  # type: ignore[no-any-return]
+variant = each_of(LIMITED)
+"""Every milestone whose requests share KV memory."""
 
 
 def test_a_prompt_over_the_whole_memory_is_refused_by_every_call(variant: Variant, make_engine: MakeEngine) -> None:

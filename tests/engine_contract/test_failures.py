@@ -39,6 +39,7 @@ from tests.engine_contract.variants import (
     Moment,
     Variant,
     calling,
+    each_of,
     failing_sampler,
     failing_scheduler,
     runner_of,
@@ -54,10 +55,8 @@ each_paged = pytest.mark.parametrize("variant", [M3, M4_RADIX, M5_MIXED, M6], id
 """Those whose weights and KV are tensors of their own."""
 
 
-@pytest.fixture(params=WITH_M1, ids=str)
-def variant(request: pytest.FixtureRequest) -> Variant:
-    """Every milestone, in each of its ways to run."""
-    return request.param  # type: ignore[no-any-return]
+variant = each_of(WITH_M1)
+"""Every milestone, in each of its ways to run."""
 
 
 # --- errors that end all requests of a step ---------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from tests.engine_contract.crowd import (
     run,
     submit,
 )
-from tests.engine_contract.variants import WITH_M1, Variant, calling
+from tests.engine_contract.variants import WITH_M1, Variant, calling, each_of
 from tests.m6_multimodal_pd.pd_engines import Group
 from tests.support.engines import EngineMaker, greedy, unfinished
 
@@ -59,10 +59,8 @@ def python_s_own_handler() -> Iterator[None]:
     assert left is signal.default_int_handler, "a call of the engine left its own handler behind"
 
 
-@pytest.fixture(params=WITH_M1, ids=str)
-def variant(request: pytest.FixtureRequest) -> Variant:
-    """Every milestone, in each of its ways to run."""
-    return request.param  # type: ignore[no-any-return]
+variant = each_of(WITH_M1)
+"""Every milestone, in each of its ways to run."""
 
 
 # --- at random moments ------------------------------------------------------------------------------------------------

@@ -13,17 +13,15 @@ import pytest
 from m1_single_request import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
 from tests.engine_contract.crowd import SEATS, Answers, MakeEngine, check_the_rest, run, submit
-from tests.engine_contract.variants import VARIANTS, Variant
+from tests.engine_contract.variants import VARIANTS, Variant, each_of
 
 pytestmark = pytest.mark.sample(3)
 
 Lie = Callable[[ModelRunnerOutput], Any]
 
 
-@pytest.fixture(params=[variant for variant in VARIANTS if variant.milestone >= "m3"], ids=str)
-def variant(request: pytest.FixtureRequest) -> Variant:
-    """Every milestone whose runner returns tokens."""
-    return request.param  # type: ignore[no-any-return]
+variant = each_of([variant for variant in VARIANTS if variant.milestone >= "m3"])
+"""Every milestone whose runner returns tokens."""
 
 
 def engine_of(variant: Variant, make_engine: MakeEngine, lie: Lie, steps: range) -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 from m1_single_request import DuplicateRequestError, InvalidParamsError, RequestOutput, SamplingParams
 from tests.engine_contract.crowd import MakeEngine, ids, run
-from tests.engine_contract.variants import M4_CHUNK, VARIANTS, Variant
+from tests.engine_contract.variants import M4_CHUNK, VARIANTS, Variant, each_of
 from tests.equivalence.answers import assert_same_logprobs
 from tests.support.engines import OnEvent, check_begun, greedy
 from tests.support.families import Singles, check_children, check_without_the_first, drawn
@@ -24,10 +24,8 @@ PROMPT = [31, 32, 33, 34, 35, 36]
 FAMILIES = [variant for variant in VARIANTS if variant.has_families]
 
 
-@pytest.fixture(params=FAMILIES, ids=str)
-def variant(request: pytest.FixtureRequest) -> Variant:
-    """Every milestone with several outputs, in each of its ways to run."""
-    return request.param  # type: ignore[no-any-return]
+variant = each_of(FAMILIES)
+"""Every milestone with several outputs, in each of its ways to run."""
 
 
 @pytest.fixture

@@ -326,19 +326,15 @@ M4_RADIX, M4_HASH, M4_CHUNK = _m4("radix"), _m4("hash"), _m4("chunk")
 
 
 def _m5(name: str, *, parts: Callable[[], Mapping[str, Any]] = dict, **settings: Any) -> Variant:
-    return Variant(
+    return replace(
+        M4_RADIX,
         milestone="m5_chunked_prefill_spec",
         name=name,
         limits=lambda seats, budget, room: m5.setting(seats, budget, tokens=room or 2048, page_size=2, **settings),
-        run_step="execute_model",
-        starts=_starts_in_m4,
-        layers=lambda runner: runner.model.layers,
-        embedding=lambda runner: runner.model.embedding,
-        first_key=_first_key_of_m4,
-        owners=_owners_in_m4,
         check_step=m5.check_step,
         check_drained=m5.check_drained,
         parts=parts,
+        mixes=True,
         cuts=True,
     )
 
@@ -361,3 +357,13 @@ WITH_M1 = [pytest.param(M1, marks=pytest.mark.alone), *VARIANTS]
 """For what a request is promised whether it shares its steps or not."""
 WHOLE, CUT = [variant for variant in VARIANTS if not variant.cuts], [variant for variant in VARIANTS if variant.cuts]
 """Those that take prompts whole, and those that cut them."""
+
+
+def each_of(variants: Iterable[Any]) -> Any:
+    """The fixture `variant` of a file whose tests run with each of these."""
+
+    @pytest.fixture(params=variants, ids=str)
+    def variant(request: pytest.FixtureRequest) -> Variant:
+        return request.param  # type: ignore[no-any-return]
+
+    return variant

@@ -17,9 +17,7 @@ def make_engine(loaded: LoadedModel) -> Iterator[MakeEngine]:
     """`make_engine(parts, seed=..., **setting(...))`: an engine that shares the loaded model."""
     maker = EngineMaker(m3_paged_attention, loaded)
     yield maker
-    maker.check()
-    for engine in maker.engines:
-        check_memory(engine)
+    maker.check(check_memory)
 
 
 @pytest.fixture(params=MODES)

@@ -73,9 +73,7 @@ def make_engine(loaded: LoadedModel, loaded_draft: LoadedModel) -> Iterator[Make
     """`make_engine(parts, seed=..., **setting(...))`: an engine that shares the loaded models."""
     maker = PairMaker(loaded, loaded_draft)
     yield maker
-    maker.check()
-    for engine in maker.engines:
-        check_memory(engine)
+    maker.check(check_memory)
 
 
 @pytest.fixture(params=CACHES)

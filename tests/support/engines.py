@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import m1_single_request
 from m1_single_request import RequestOutput, SamplingParams, Tracer, TraceRecord
@@ -38,21 +38,6 @@ def save_tiny_model(directory: Path) -> Path:
         tie_word_embeddings=False,
         max_position_embeddings=MAX_MODEL_LEN,
     )
-
-
-class MakeEngine(Protocol):
-    """Builds an engine of a milestone on the tiny model; `configs` are the keywords of its configurations."""
-
-    def __call__(
-        self,
-        parts: Mapping[str, Any] | None = None,
-        *,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        eos_token_ids: Iterable[int] | None = None,
-        chat_template: str | None = None,
-        **configs: Any,
-    ) -> Any: ...
 
 
 class EngineMaker:
@@ -84,10 +69,16 @@ class EngineMaker:
         self.engines.append(bounded(self.package.LLMEngine(model_config=model_config, parts=table, **configs)))
         return self.engines[-1]
 
-    def check(self) -> None:
-        """Look at every engine that was made."""
+    def check(self, *more: Callable[[Any], object]) -> None:
+        """Look at every engine that was made, with `more` checks once it is closed."""
         for engine in self.engines:
             check_nothing_is_held(engine)
+            for check_closed in more:
+                check_closed(engine)
+
+
+MakeEngine = EngineMaker
+"""What the fixtures `make_engine` give."""
 
 
 Answers = dict[tuple[str, str], RequestOutput]
