@@ -14,7 +14,7 @@ from tests.engine_contract.crowd import MakeEngine, ids, run
 from tests.engine_contract.variants import M4_CHUNK, VARIANTS, Variant, each_of
 from tests.equivalence.answers import assert_same_logprobs
 from tests.support.engines import OnEvent, check_begun, greedy
-from tests.support.families import Singles, check_children, check_without_the_first, drawn
+from tests.support.families import Singles, check_children, drawn
 
 pytestmark = pytest.mark.sample(3)
 
@@ -218,25 +218,23 @@ def test_an_abort_within_a_step_ends_all_children_at_its_update(
     assert engine.stats().num_steps <= 3 and engine.stats().num_finished == {"abort": 1}
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("when", [0, "batch", 1, 3])
 def test_a_first_child_that_is_aborted_leaves_the_prompt_to_the_others(
-    variant: Variant, make_engine: MakeEngine, singles: Singles, steps: int
+    variant: Variant, make_engine: MakeEngine, singles: Singles, when: int | str
 ) -> None:
+    """After so many steps, or while the prompt is computed."""
     engine = make_engine(seats=2)
     engine.add_request(PROMPT, drawn(6), request_id="p")
-    for _ in range(steps):
-        engine.step()
-    assert engine.abort_request("p/0")
-    check_without_the_first(run(variant, engine)["p"], singles(PROMPT, drawn(6)), "abort")
-
-
-def test_a_first_child_that_is_aborted_while_the_prompt_is_computed_leaves_the_others_unharmed(
-    variant: Variant, make_engine: MakeEngine, singles: Singles
-) -> None:
-    engine = make_engine()
-    OnEvent(engine.tracer, "batch", lambda: engine.abort_request("p/0"))
-    engine.add_request(PROMPT, drawn(6), request_id="p")
-    check_without_the_first(run(variant, engine)["p"], singles(PROMPT, drawn(6)), "abort")
+    if when == "batch":
+        OnEvent(engine.tracer, "batch", lambda: engine.abort_request("p/0"))
+    else:
+        for _ in range(int(when)):
+            engine.step()
+        assert engine.abort_request("p/0")
+    output = run(variant, engine)["p"]
+    assert [completion.finish_reason for completion in output.outputs] == ["abort", "length", "length", "length"]
+    for completion, whole in zip(output.outputs, singles(PROMPT, drawn(6)), strict=True):
+        check_begun(completion, whole)
 
 
 @pytest.mark.parametrize("variant", [variant for variant in FAMILIES if variant is not M4_CHUNK], ids=str)

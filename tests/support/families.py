@@ -39,10 +39,3 @@ def check_children(output: RequestOutput, expected: Sequence[RequestOutput]) -> 
         else:
             assert completion.cumulative_logprob == pytest.approx(single.cumulative_logprob, abs=1e-3)
             assert [row.keys() for row in completion.logprobs] == [row.keys() for row in single.logprobs]
-
-
-def check_without_the_first(output: RequestOutput, expected: Sequence[RequestOutput], reason: str) -> None:
-    """The first child ended with `reason`, all others as if they had been asked alone."""
-    assert [completion.finish_reason for completion in output.outputs] == [reason] + ["length"] * (len(expected) - 1)
-    for completion, wanted in list(zip(output.outputs, expected, strict=True))[1:]:
-        assert completion.token_ids == wanted.token_ids
