@@ -7,10 +7,10 @@ trace is intended, record it again and read the difference before committing it:
 """
 
 from pathlib import Path
-from typing import Any
 
-from m2_continuous_batching import JsonlReader, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, TraceConfig
-from tests.support.golden import GoldenTrace
+import m2_continuous_batching
+from m2_continuous_batching import SchedulerConfig
+from tests.support.golden import GoldenTrace, ask, writing_engine
 
 
 def record(path: Path) -> None:
@@ -18,23 +18,15 @@ def record(path: Path) -> None:
 
     One draws, one stops at a string, one is aborted while it waits and one while it runs.
     """
-    with LLMEngine(
-        model_config=ModelConfig(device="cpu", dtype="float32"),
-        scheduler_config=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=18),
-        trace_config=TraceConfig(readers=(JsonlReader(path, stable=True),)),
-    ) as engine:
-
-        def ask(rid: str, text: str, **params: Any) -> None:
-            prompt = engine.chat_prompt([{"role": "user", "content": text}])
-            engine.add_request(prompt, SamplingParams(**params), request_id=rid)
-
-        ask("greedy", "What is a KV cache?", max_tokens=9)
-        ask("stop", "What is prefill?", max_tokens=20, stop="phase of")
+    limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=18)
+    with writing_engine(m2_continuous_batching, path, scheduler_config=limits) as engine:
+        ask(engine, "greedy", "What is a KV cache?", max_tokens=9)
+        ask(engine, "stop", "What is prefill?", max_tokens=20, stop="phase of")
         engine.step()
         engine.step()
-        ask("drawn", "What is a token?", max_tokens=4, temperature=0.9, top_k=20, seed=7)
-        ask("leaves", "What is a batch?", max_tokens=4)
-        ask("gone", "What is a decode step?", max_tokens=20)
+        ask(engine, "drawn", "What is a token?", max_tokens=4, temperature=0.9, top_k=20, seed=7)
+        ask(engine, "leaves", "What is a batch?", max_tokens=4)
+        ask(engine, "gone", "What is a decode step?", max_tokens=20)
         for number in range(12):
             if number == 2:
                 engine.abort_request("gone")
@@ -47,18 +39,15 @@ GOLDEN = GoldenTrace(Path(__file__).parent / "golden" / "small_batch.jsonl", rec
 
 
 def test_the_stored_trace_shows_every_kind_of_decision() -> None:
-    stored = GOLDEN.stored()
-    assert {event["event"] for event in stored} >= set(
+    by_kind = GOLDEN.by_kind()
+    assert by_kind.keys() >= set(
         "engine_started request_added admit not_admitted left_out batch forward kv_usage sampled result text_held "
         "abort finish free step_done".split()
     )
-    assert {event["mode"] for event in stored if event["event"] == "batch"} == {"prefill", "decode", "mixed"}
-    assert {event["limit"] for event in stored if event["event"] == "not_admitted"} == {
-        "max_num_seqs",
-        "max_num_batched_tokens",
-    }
-    ends = {event["rid"]: event["reason"] for event in stored if event["event"] == "finish"}
-    assert ends == {"greedy": "length", "stop": "stop", "drawn": "length", "leaves": "abort", "gone": "abort"}
+    assert {event["mode"] for event in by_kind["batch"]} == {"prefill", "decode", "mixed"}
+    assert {event["limit"] for event in by_kind["not_admitted"]} == {"max_num_seqs", "max_num_batched_tokens"}
+    ends = {"greedy": "length", "stop": "stop", "drawn": "length", "leaves": "abort", "gone": "abort"}
+    assert GOLDEN.ends() == ends
 
 
 def test_the_stored_batches_add_up() -> None:

@@ -108,18 +108,6 @@ def test_each_request_ends_with_exactly_the_right_tokens(traffic: Traffic) -> No
     check_ends(traffic, bed_for(traffic), MAX_MODEL_LEN)
 
 
-@settings(max_examples=examples(80))
-@given(traffic())
-def test_admission_is_in_order_of_arrival(traffic: Traffic) -> None:
-    bed, ids = bed_for(traffic), names(traffic)
-    joined: dict[str, None] = {}
-    for step in play(traffic, bed, ids):
-        joined |= dict.fromkeys(step.joined)
-    assert list(joined) == [rid for rid in ids if rid in joined]
-    never = set(ids) - joined.keys()
-    assert {bed.ended[rid] for rid in never} <= {"abort"}, "only an aborted request never ran"
-
-
 @settings(max_examples=examples(100))
 @given(traffic(), st.randoms(use_true_random=False))
 def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(traffic: Traffic, random: Any) -> None:

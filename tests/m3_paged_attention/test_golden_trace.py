@@ -7,19 +7,11 @@ trace is intended, record it again and read the difference before committing it:
 """
 
 from pathlib import Path
-from typing import Any
 
-from m3_paged_attention import (
-    CacheConfig,
-    JsonlReader,
-    LLMEngine,
-    ModelConfig,
-    SamplingParams,
-    SchedulerConfig,
-    TraceConfig,
-)
+import m3_paged_attention
+from m3_paged_attention import CacheConfig, SchedulerConfig
 from tests.support.engines import unfinished
-from tests.support.golden import GoldenTrace
+from tests.support.golden import GoldenTrace, ask, writing_engine
 
 
 def record(path: Path) -> None:
@@ -29,25 +21,20 @@ def record(path: Path) -> None:
     swap; the host has room for eight blocks, so one request must be computed again.
     """
     block_bytes = 4 * 4096  # of this model
-    with LLMEngine(
-        model_config=ModelConfig(device="cpu", dtype="float32", attention_backend="torch"),  # runs everywhere
+    with writing_engine(
+        m3_paged_attention,
+        path,
         scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, preemption_mode="swap"),
         cache_config=CacheConfig(block_size=4, num_blocks=14, swap_space_bytes=8 * block_bytes),
-        trace_config=TraceConfig(readers=(JsonlReader(path, stable=True),)),
     ) as engine:
-
-        def ask(rid: str, text: str, **params: Any) -> None:
-            prompt = engine.chat_prompt([{"role": "user", "content": text}])
-            engine.add_request(prompt, SamplingParams(**params), request_id=rid)
-
-        ask("greedy", "What is a KV cache?", max_tokens=14)
-        ask("three", "What is prefill?", max_tokens=7, n=3, temperature=0.9, seed=3)
+        ask(engine, "greedy", "What is a KV cache?", max_tokens=14)
+        ask(engine, "three", "What is prefill?", max_tokens=7, n=3, temperature=0.9, seed=3)
         engine.step()
         engine.step()
-        ask("stop", "What is prefill?", max_tokens=20, stop="phase of")
-        ask("drawn", "What is a token?", max_tokens=8, temperature=0.9, top_k=20, seed=7)
-        ask("leaves", "What is a batch?", max_tokens=4)
-        ask("gone", "What is a decode step?", max_tokens=30)
+        ask(engine, "stop", "What is prefill?", max_tokens=20, stop="phase of")
+        ask(engine, "drawn", "What is a token?", max_tokens=8, temperature=0.9, top_k=20, seed=7)
+        ask(engine, "leaves", "What is a batch?", max_tokens=4)
+        ask(engine, "gone", "What is a decode step?", max_tokens=30)
         for number, _ in enumerate(unfinished(engine)):
             if number == 2:
                 engine.abort_request("leaves")
@@ -60,17 +47,16 @@ GOLDEN = GoldenTrace(Path(__file__).parent / "golden" / "little_memory.jsonl", r
 
 
 def test_the_stored_trace_shows_every_kind_of_decision() -> None:
-    stored = GOLDEN.stored()
-    assert {event["event"] for event in stored} >= set(
+    by_kind = GOLDEN.by_kind()
+    assert by_kind.keys() >= set(
         "engine_started backend_chosen kv_sized request_added parallel_sampling admit not_admitted batch "
         "blocks_allocated blocks_forked block_copied blocks_freed blocks_swapped preempted blocks_used "
         "sampled result text_held abort finish step_done".split()
     )
-    assert {event["mode"] for event in stored if event["event"] == "batch"} == {"prefill", "decode", "mixed"}
-    assert {event["how"] for event in stored if event["event"] == "admit"} == {"prefill", "fork", "swap_in"}
-    assert {event["mode"] for event in stored if event["event"] == "preempted"} == {"swap", "recompute"}
-    ends = {event["rid"]: event["reason"] for event in stored if event["event"] == "finish"}
-    assert ends == {
+    assert {event["mode"] for event in by_kind["batch"]} == {"prefill", "decode", "mixed"}
+    assert {event["how"] for event in by_kind["admit"]} == {"prefill", "fork", "swap_in"}
+    assert {event["mode"] for event in by_kind["preempted"]} == {"swap", "recompute"}
+    assert GOLDEN.ends() == {
         **{"greedy": "length", "three/0": "length", "three/1": "length", "three/2": "length"},
         **{"stop": "stop", "drawn": "length", "leaves": "abort", "gone": "abort"},
     }

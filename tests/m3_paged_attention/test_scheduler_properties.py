@@ -197,13 +197,3 @@ def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None
 @given(traffic(disturbed=False))
 def test_in_every_step_a_request_goes_on_or_ends(traffic: Traffic) -> None:
     check_progress(traffic, bed_for(traffic))
-
-
-@settings(max_examples=examples(25))
-@given(traffic(disturbed=False, largest_family=1))
-def test_new_requests_join_in_order_of_arrival(traffic: Traffic) -> None:
-    bed = bed_for(traffic)
-    joined: dict[str, None] = {}
-    for step in play(traffic, bed, names(traffic)):
-        joined |= dict.fromkeys(step.joined)
-    assert list(joined) == names(traffic)

@@ -6,21 +6,13 @@ the trace is intended, record it again and read the difference before committing
     python -m tests.m4_radix_cache.test_golden_trace
 """
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from m4_radix_cache import (
-    CacheConfig,
-    JsonlReader,
-    LLMEngine,
-    ModelConfig,
-    SamplingParams,
-    SchedulerConfig,
-    TraceConfig,
-)
+import m4_radix_cache
+from m4_radix_cache import CacheConfig, SamplingParams, SchedulerConfig
 from tests.support.engines import unfinished
-from tests.support.golden import GoldenTrace
+from tests.support.golden import GoldenTrace, writing_engine
 
 PAGE_SIZE, MAX_TOTAL_TOKENS, BUDGET = 4, 80, 64
 SYSTEM = "You answer questions about language models in one short sentence, as plainly as you can."
@@ -33,13 +25,13 @@ def record(path: Path) -> None:
     compute it twice. One has a salt, one draws, one is aborted. All together they outgrow the memory, so there are
     evictions and a retraction. In the end the cache is flushed.
     """
-    with LLMEngine(
-        model_config=ModelConfig(device="cpu", dtype="float32", attention_backend="torch"),  # runs everywhere
+    with writing_engine(
+        m4_radix_cache,
+        path,
         scheduler_config=SchedulerConfig(
             max_num_seqs=3, max_num_batched_tokens=BUDGET, schedule_policy="lpm", schedule_conservativeness=0.0
         ),
         cache_config=CacheConfig(page_size=PAGE_SIZE, max_total_tokens=MAX_TOTAL_TOKENS, debug=True),
-        trace_config=TraceConfig(readers=(JsonlReader(path, stable=True),)),
     ) as engine:
 
         def ask(rid: str, text: str, max_tokens: int, *, system: str = "", options: Any = None, **params: Any) -> None:
@@ -71,10 +63,7 @@ GOLDEN = GoldenTrace(Path(__file__).parent / "golden" / "shared_prefixes.jsonl",
 
 
 def test_the_stored_trace_shows_every_kind_of_decision() -> None:
-    stored = GOLDEN.stored()
-    by_kind: dict[str, list[Any]] = defaultdict(list)
-    for event in stored:
-        by_kind[event["event"]].append(event)
+    by_kind = GOLDEN.by_kind()
     assert by_kind.keys() >= set(
         "engine_started backend_chosen kv_sized request_added request_options policy_order matched admit not_admitted "
         "batch sampled result finish abort retract step_done inserted split locked duplicates_freed released evicted "
@@ -87,7 +76,7 @@ def test_the_stored_trace_shows_every_kind_of_decision() -> None:
     assert {event["extra_key"] for event in by_kind["inserted"]} == {None, "tenant"}
     assert {event["prefix"] for event in by_kind["admit"]} == {0, 16, 40, 48}
     assert by_kind["split"][0]["lock_ref"] == 1, "a node is split while somebody uses it"
-    assert {event["rid"]: event["reason"] for event in by_kind["finish"]} == {
+    assert GOLDEN.ends() == {
         **dict.fromkeys(("first", "second", "again", "greedy", "drawn", "salted"), "length"),
         "gone": "abort",
     }

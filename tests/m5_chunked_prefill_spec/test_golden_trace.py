@@ -6,23 +6,14 @@ of the trace is intended, record it again and read the difference before committ
     python -m tests.m5_chunked_prefill_spec.test_golden_trace
 """
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from m5_chunked_prefill_spec import (
-    CacheConfig,
-    JsonlReader,
-    LLMEngine,
-    ModelConfig,
-    SamplingParams,
-    SchedulerConfig,
-    SpeculativeConfig,
-    TraceConfig,
-)
+import m5_chunked_prefill_spec
+from m5_chunked_prefill_spec import CacheConfig, SamplingParams, SchedulerConfig, SpeculativeConfig
 from tests.m5_chunked_prefill_spec.engines import COSTS
 from tests.support.engines import unfinished
-from tests.support.golden import GoldenTrace
+from tests.support.golden import GoldenTrace, writing_engine
 
 PAGE_SIZE, MAX_TOTAL_TOKENS, BUDGET = 4, 140, 24
 
@@ -33,8 +24,9 @@ def record(path: Path) -> None:
     A text is said again, with guesses that are mostly right; a second one comes in pieces, and a third that draws and
     may not be guessed for; one is aborted between two pieces. Together they outgrow the memory.
     """
-    with LLMEngine(
-        model_config=ModelConfig(device="cpu", dtype="float32", attention_backend="torch"),  # runs everywhere
+    with writing_engine(
+        m5_chunked_prefill_spec,
+        path,
         scheduler_config=SchedulerConfig(
             max_num_seqs=4,
             max_num_batched_tokens=BUDGET,
@@ -44,7 +36,6 @@ def record(path: Path) -> None:
         ),
         cache_config=CacheConfig(page_size=PAGE_SIZE, max_total_tokens=MAX_TOTAL_TOKENS, debug=True),
         speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=3),
-        trace_config=TraceConfig(readers=(JsonlReader(path, stable=True),)),
     ) as engine:
 
         def ask(rid: str, text: str, max_tokens: int, *, speculate: bool = True, **params: Any) -> None:
@@ -73,9 +64,7 @@ GOLDEN = GoldenTrace(Path(__file__).parent / "golden" / "pieces_and_guesses.json
 
 
 def test_the_stored_trace_shows_every_kind_of_decision() -> None:
-    by_kind: dict[str, list[Any]] = defaultdict(list)
-    for event in GOLDEN.stored():
-        by_kind[event["event"]].append(event)
+    by_kind = GOLDEN.by_kind()
     assert by_kind.keys() >= {
         "costs_measured",
         "chunk_cut",
@@ -92,8 +81,7 @@ def test_the_stored_trace_shows_every_kind_of_decision() -> None:
     outcomes = {(event["accepted"], len(event["drafted"])) for event in by_kind["verified"]}
     assert any(0 < right == drafted for right, drafted in outcomes), "all right"
     assert any(right < drafted for right, drafted in outcomes), "one was wrong"
-    reasons = {event["rid"]: event["reason"] for event in by_kind["finish"]}
-    assert reasons == {"again": "stop", "recall": "length", "drawn": "length", "gone": "abort"}
+    assert GOLDEN.ends() == {"again": "stop", "recall": "length", "drawn": "length", "gone": "abort"}
 
 
 def test_the_stored_steps_add_up() -> None:

@@ -5,12 +5,15 @@ its `test_golden_trace.py` holds what is recorded, and what the trace must show.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from m1_single_request import JsonlReader, SamplingParams, TraceConfig
 
 EXACT = {"uniform", "new_token_ratio", "rate"}
 """Floats that every machine computes alike: of seed and position in integer arithmetic, a quotient of counts."""
@@ -26,6 +29,17 @@ class GoldenTrace:
     def stored(self) -> list[dict[str, Any]]:
         """The stored events."""
         return events(self.path)
+
+    def by_kind(self) -> dict[str, list[Any]]:
+        """The stored events of each kind."""
+        found: dict[str, list[Any]] = defaultdict(list)
+        for event in self.stored():
+            found[event["event"]].append(event)
+        return found
+
+    def ends(self) -> dict[str, str]:
+        """Why each request ended."""
+        return {event["rid"]: event["reason"] for event in self.by_kind()["finish"]}
 
     def check(self, path: Path) -> None:
         """Record to `path` and fail at the first event that differs."""
@@ -59,6 +73,20 @@ class GoldenTrace:
         self.path.parent.mkdir(exist_ok=True)
         self.record(self.path)
         print(f"{len(self.stored())} events written to {self.path}")
+
+
+def writing_engine(package: Any, path: Path, **configs: Any) -> Any:
+    """An engine of the embedded checkpoint, on kernels that run everywhere, that writes its stable trace to `path`."""
+    backend = {"attention_backend": "torch"} if hasattr(package.ModelConfig, "attention_backend") else {}
+    model_config = package.ModelConfig(device="cpu", dtype="float32", **backend)
+    trace_config = TraceConfig(readers=(JsonlReader(path, stable=True),))
+    return package.LLMEngine(model_config=model_config, trace_config=trace_config, **configs)
+
+
+def ask(engine: Any, rid: str, text: str, **params: Any) -> None:
+    """Queue a question."""
+    prompt = engine.chat_prompt([{"role": "user", "content": text}])
+    engine.add_request(prompt, SamplingParams(**params), request_id=rid)
 
 
 def events(path: Path) -> list[dict[str, Any]]:
