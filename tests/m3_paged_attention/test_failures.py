@@ -15,13 +15,11 @@ from m3_paged_attention import EngineDeadError, ForwardError
 from m3_paged_attention.errors import OutOfBlocksError
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.output_processor import OutputProcessor
-from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.scheduler_output import SchedulerOutput
 from tests.engine_contract.crowd import PROMPTS, submit
 from tests.engine_contract.variants import M3, MOMENTS, FailingRunner, Moment
 from tests.m3_paged_attention.engines import MakeEngine, check_drained, greedy, run, runner_of, setting
 from tests.support.engines import check_begun
-from tests.support.victims import INVALID_VICTIMS
+from tests.support.victims import INVALID_VICTIMS, check_some_failed, failing_when_somebody_leaves
 
 BOOM = RuntimeError("the forward broke")
 
@@ -35,26 +33,11 @@ def test_whoever_was_preempted_in_a_step_that_failed_is_computed_again(
 ) -> None:
     """Its blocks should have moved to the host in that step; whether they did is unknown."""
 
-    class FailsWhenSomebodyLeaves(GPUExecutor):
-        left = 1
-
-        def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-            if self.left and engine.stats().num_preemptions and scheduler_output.num_scheduled_tokens:
-                self.left = 0
-                if at == "after":
-                    super().execute_model(scheduler_output)
-                raise BOOM
-            return super().execute_model(scheduler_output)
-
-    engine = make_engine({"executor": FailsWhenSomebodyLeaves}, **setting(4, blocks=7, block_size=2, mode=mode))
+    failing = failing_when_somebody_leaves(lambda: engine.stats().num_preemptions, BOOM, at)
+    engine = make_engine({"executor": failing}, **setting(4, blocks=7, block_size=2, mode=mode))
     for n in range(4):
         engine.add_request([5 + n, 9], greedy(9), request_id=str(n))
-    outputs = run(engine)
-    reasons = Counter(output.finish_reason for output in outputs.values())
-    assert reasons["error"] >= 1 and reasons["length"] >= 1
-    alone = make_m1()
-    for n in range(4):
-        check_begun(outputs[str(n)], alone.generate([5 + n, 9], greedy(9)))
+    check_some_failed(run(engine), make_m1())
 
 
 @pytest.mark.parametrize("move", ["copy_blocks", "swap_out", "swap_in"])

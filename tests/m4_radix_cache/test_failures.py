@@ -4,20 +4,16 @@ A step is either prompts or decodes, so whoever waits for it is not concerned. W
 nobody; what was shared before stays. All that every milestone promises about failures: `tests/engine_contract`.
 """
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
-from m3_paged_attention.executor import GPUExecutor
-from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache import EngineDeadError, ForwardError, LLMEngine, sampling_batch_info
-from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from tests.engine_contract.variants import M4_RADIX, MOMENTS, FailingRunner, Moment
 from tests.m4_radix_cache.engines import MakeEngine, check_flushed, greedy, run, runner_of, scheduler_of, setting
-from tests.support.engines import check_begun
+from tests.support.victims import check_some_failed, failing_when_somebody_leaves
 
 BOOM = RuntimeError("the forward broke")
 
@@ -42,29 +38,15 @@ def test_what_a_request_computed_before_its_decode_failed_is_not_shared(make_eng
 def test_whoever_was_retracted_in_a_step_that_failed_is_computed_again(
     make_engine: MakeEngine, make_m1: Any, cache: str, at: Moment
 ) -> None:
-    class FailsWhenSomebodyLeaves(GPUExecutor):
-        left = 1
-
-        def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:  # type: ignore[override]
-            if self.left and engine.stats().num_retractions:
-                self.left = 0
-                if at == "after":
-                    super().execute_model(batch)  # type: ignore[arg-type]
-                raise BOOM
-            return super().execute_model(batch)  # type: ignore[arg-type]
-
+    failing = failing_when_somebody_leaves(lambda: engine.stats().num_retractions, BOOM, at)
     limits = setting(4, tokens=28, page_size=2, cache=cache, conservativeness=0)
-    engine = make_engine({"executor": FailsWhenSomebodyLeaves}, **limits)
+    engine = make_engine({"executor": failing}, **limits)
     for n in range(4):
         engine.add_request([5 + n, 9], greedy(9), request_id=str(n))
         engine.step()
     outputs = run(engine)
     assert engine.stats().num_retractions
-    reasons = Counter(output.finish_reason for output in outputs.values())
-    assert reasons["error"] >= 1 and reasons["length"] >= 1
-    alone = make_m1()
-    for n in range(4):
-        check_begun(outputs[str(n)], alone.generate([5 + n, 9], greedy(9)))
+    check_some_failed(outputs, make_m1())
 
 
 # --- what fails one request -------------------------------------------------------------------------------------------
