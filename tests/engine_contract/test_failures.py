@@ -40,8 +40,7 @@ from tests.engine_contract.variants import (
     Variant,
     calling,
     each_of,
-    failing_sampler,
-    failing_scheduler,
+    failing_part,
     runner_of,
 )
 from tests.support.engines import greedy
@@ -124,7 +123,7 @@ def test_a_close_whose_reset_raises_frees_the_memory_all_the_same(variant: Varia
 def test_a_failed_sampler_fails_the_requests_of_its_step(
     variant: Variant, make_engine: MakeEngine, expected: Answers
 ) -> None:
-    engine = make_engine({"sampler": failing_sampler(variant, BOOM, call=2)}, seats=SEATS)
+    engine = make_engine({"sampler": failing_part(variant, "sampler", "__call__", BOOM, call=2)}, seats=SEATS)
     submit(engine)
     last = dict(engine.step())
     failed = dict.fromkeys(last, 1)
@@ -301,7 +300,8 @@ def test_an_error_in_an_update_ends_all_requests_and_the_engine_goes_on(
 ) -> None:
     """Each has one output, whether its children run, or wait for a sibling's prompt or for a seat."""
     n, error = 3 if variant.has_families else 1, RuntimeError("the update broke")
-    engine = make_engine({"scheduler": failing_scheduler(variant, error, call=call)}, seats=SEATS)
+    failing = failing_part(variant, "scheduler", "update_from_output", error, call=call)
+    engine = make_engine({"scheduler": failing}, seats=SEATS)
     asked = {"a": greedy(6, n=n), "d": greedy(6), "e": greedy(4, n=n)}
     for rid, params in asked.items():
         engine.add_request(PROMPTS[rid], params, request_id=rid)
@@ -310,7 +310,7 @@ def test_an_error_in_an_update_ends_all_requests_and_the_engine_goes_on(
     assert engine.stats().num_steps == call
     for rid, output in last.items():
         assert isinstance(output.error, PartError) and output.error.__cause__ is error
-        assert "the part 'scheduler' (FailingScheduler), in line " in str(output.error)
+        assert "the part 'scheduler' (Failing), in line " in str(output.error)
         assert str(output.error).endswith(" of variants.py, failed: RuntimeError('the update broke')")
         assert len(output.outputs) == asked[rid].n
         for completion in output.outputs:

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Literal
 
 import pytest
@@ -146,41 +147,21 @@ def failing_layer(layers: Any, error: BaseException) -> Iterator[None]:
             layers[-1] = last
 
 
-def failing_sampler(variant: Variant, error: BaseException, *, call: int) -> Any:
-    """A sampler that raises at its `call`th call."""
-    base = variant.part("sampler")
+def failing_part(variant: Variant, role: str, method: str, error: BaseException, *, call: int) -> Any:
+    """A part that raises at the end of its `call`th `method`: its work is done, and not reported."""
+    base, calls = variant.part(role), count(1)
 
-    class FailingSampler(base):  # type: ignore[misc,valid-type]
+    class Failing(base):  # type: ignore[misc,valid-type]
         """What the milestone has, except for once."""
 
-        calls = 0
+    def failing(self: Any, *args: Any) -> Any:
+        result = getattr(base, method)(self, *args)
+        if next(calls) == call:
+            raise error
+        return result
 
-        def __call__(self, *args: Any) -> Any:
-            self.calls += 1
-            if self.calls == call:
-                raise error
-            return super().__call__(*args)
-
-    return FailingSampler
-
-
-def failing_scheduler(variant: Variant, error: BaseException, *, call: int) -> Any:
-    """A scheduler that raises at the end of its `call`th update: tokens are committed, and not reported."""
-    base = variant.part("scheduler")
-
-    class FailingScheduler(base):  # type: ignore[misc,valid-type]
-        """What the milestone has, except for once."""
-
-        calls = 0
-
-        def update_from_output(self, *args: Any) -> Any:
-            changed = super().update_from_output(*args)
-            self.calls += 1
-            if self.calls == call:
-                raise error
-            return changed
-
-    return FailingScheduler
+    setattr(Failing, method, failing)
+    return Failing
 
 
 # --- m1 ---------------------------------------------------------------------------------------------------------------

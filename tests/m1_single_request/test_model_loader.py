@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from m1_single_request import (
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, LoadedModel, load_model
 from tests.equivalence.models import ARCHITECTURES, save_random_model
 from tests.m1_single_request.engines import MAX_MODEL_LEN, greedy
-from tests.support.checkpoints import edit_json, edit_weights
+from tests.support.checkpoints import edit_json, edit_weights, refusal_of
 
 
 @pytest.fixture
@@ -39,14 +40,7 @@ def load(model: Any, **settings: Any) -> LoadedModel:
     return load_model(ModelConfig(**{"model": model, "device": "cpu"} | settings))
 
 
-def refusal(model: Any, **settings: Any) -> str:
-    """The error of a model that cannot be loaded: one line that names it."""
-    with pytest.raises(ModelLoadError) as caught:
-        load(model, **settings)
-    message = str(caught.value)
-    assert str(model)[-230:] in message, "its end at least"
-    assert "\n" not in message and "Traceback" not in message
-    return message
+refusal = partial(refusal_of, load)
 
 
 # --- what loads -------------------------------------------------------------------------------------------------------
@@ -305,11 +299,6 @@ def test_code_beside_the_weights_is_never_run(directory: Path, tmp_path: Path, m
     else:
         assert "its config cannot be loaded" in refusal(directory)
     assert not marker.exists()
-
-
-def test_a_device_that_is_not_there_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(ConfigError, match="device='cuda:99'"):
-        ModelConfig(model="/nowhere", device="cuda:99")
 
 
 @pytest.mark.parametrize("eos", ["foo", [None], [3, "x"], [[1]], True, {"a": 1}], ids=repr)

@@ -2,9 +2,6 @@
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +9,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1_single_request import SamplingParams
 from m1_single_request.draws import uniforms
@@ -31,6 +27,7 @@ from tests.m1_single_request.helpers import (
     softmax,
 )
 from tests.support.amounts import examples
+from tests.support.operations import operations
 
 VOCAB = 12
 LARGEST_UNIFORM = 1 - 2**-53
@@ -328,20 +325,6 @@ def test_the_distribution_of_a_plain_row_is_untouched_by_mates_that_are_filtered
 
 
 # --- fast paths -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def operations() -> Iterator[Counter[str]]:
-    """Counts the tensor operations that run inside."""
-    seen: Counter[str] = Counter()
-
-    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen[func.overloadpacket.__name__] += 1
-            return func(*args, **(kwargs or {}))
-
-    with Recorder():  # type: ignore[no-untyped-call]
-        yield seen
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Loading into the engine's own decoder: what loads, what is counted, and one clear error for what does not."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,14 @@ from m3_paged_attention.model_loader import load_model
 from m3_paged_attention.models.architecture import decoder_config
 from tests.equivalence.models import ARCHITECTURES, EVERY_61ST, save_random_model
 from tests.m3_paged_attention.checkpoints import edit_config
+from tests.support.checkpoints import refusal_of
 
 
 def load(model: Any, **settings: Any) -> LoadedModel:
     return load_model(ModelConfig(**{"model": model, "device": "cpu"} | settings))
 
 
-def refusal(model: Any, **settings: Any) -> str:
-    """The one line that says why this model cannot be loaded."""
-    with pytest.raises(ModelLoadError) as caught:
-        load(model, **settings)
-    message = str(caught.value)
-    assert str(model) in message and "\n" not in message
-    return message
+refusal = partial(refusal_of, load)
 
 
 # --- what loads -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from m1_single_request import ModelLoadError
 from m3_paged_attention import ForwardError, LLMEngine, ModelConfig, SamplingParams
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.models.architecture import MODEL_TYPES, DecoderConfig, decoder_config
@@ -29,6 +29,7 @@ from m3_paged_attention.models.weights import (
 )
 from tests.equivalence.models import ARCHITECTURES, save_random_model
 from tests.m3_paged_attention.checkpoints import edit_config, edit_weights
+from tests.support.checkpoints import refusal_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -45,12 +46,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
     return load_weights(str(directory), directory, shape_of(directory), dtype, CPU, prefix=PREFIX, not_ours=())
 
 
-def refusal(directory: Path) -> str:
-    with pytest.raises(ModelLoadError) as caught:
-        load(directory)
-    message = str(caught.value)
-    assert str(directory) in message and "\n" not in message
-    return message
+refusal = partial(refusal_of, load)
 
 
 def split_up(directory: Path, num_shards: int = 3) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Who fits into a prefill: against a budget that counts pages one by one, and in cases with numbers."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -30,8 +30,10 @@ def make_adder(
     max_new_reqs: int = PLENTY,
     num_waiting: int = PLENTY,
     tracer: Tracer | None = None,
-) -> PrefillAdder:
-    return PrefillAdder(
+    adder_class: Callable[..., Any] = PrefillAdder,
+    **own: Any,
+) -> Any:
+    return adder_class(
         tree_cache=cache,
         token_to_kv_pool_allocator=allocator_of(cache),
         running=running,
@@ -40,6 +42,7 @@ def make_adder(
         max_new_reqs=max_new_reqs,
         num_waiting=num_waiting,
         tracer=tracer or Tracer(),
+        **own,
     )
 
 

@@ -5,8 +5,7 @@ again, which is what the living batch is there to avoid.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1_single_request.errors import ForwardError
 from m1_single_request.sampler import Sampler
@@ -25,6 +23,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.row_sampler import RowSampler, SamplingRow, SamplingRows, plain_metadata
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from tests.support.engines import Recorder
+from tests.support.operations import operations
 
 CPU = torch.device("cpu")
 VOCAB = 7
@@ -212,25 +211,11 @@ def test_as_many_min_tokens_as_can_be_asked_for() -> None:
 # --- what it costs, and what it is made of ----------------------------------------------------------------------------
 
 
-@contextmanager
-def torch_operations() -> Iterator[list[str]]:
-    """The names of all tensor operations meanwhile."""
-    names: list[str] = []
-
-    class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Log():
-        yield names
-
-
 def test_a_plain_batch_asks_nothing_of_torch() -> None:
     info, more = info_of(*[Req()] * 5), info_of(*[Req()] * 3)
     for size in (8, 7):
         plain_metadata(size, CPU)  # made once in a process
-    with torch_operations() as names:
+    with operations() as names:
         info.merge_batch(more)
         for _ in range(3):
             info.metadata()

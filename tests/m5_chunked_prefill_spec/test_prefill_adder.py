@@ -5,7 +5,7 @@ tokens of the step: they are counted one by one, and whoever does not fit is cut
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from tests.m4_radix_cache.test_prefill_adder import (
     Budget as WholeBudget,
     add,
     allocate,
+    make_adder as make_whole_adder,
     random_queue,
     running_reqs,
 )
@@ -34,32 +35,14 @@ def make_adder(
     cache: BasePrefixCache,
     running: Sequence[Req] = (),
     *,
-    ratio: float = 1.0,
     tokens: int = PLENTY,
     chunk: int | None = None,
     align: int = 1,
-    max_new_reqs: int = PLENTY,
-    is_chunked: bool = True,
-    has_whole_step: bool = True,
-    bound_by: str = "max_num_batched_tokens",
-    tracer: Tracer | None = None,
-    adder_class: Callable[..., PrefillAdder] = PrefillAdder,
+    **limits: Any,
 ) -> PrefillAdder:
-    return adder_class(
-        tree_cache=cache,
-        token_to_kv_pool_allocator=allocator_of(cache),
-        running=running,
-        new_token_ratio=ratio,
-        max_prefill_tokens=tokens,
-        max_new_reqs=max_new_reqs,
-        num_waiting=PLENTY,
-        rem_chunk_tokens=chunk,
-        chunk_alignment=align,
-        is_chunked=is_chunked,
-        has_whole_step=has_whole_step,
-        bound_by=bound_by,
-        tracer=tracer or Tracer(),
-    )
+    own = {"is_chunked": True, "has_whole_step": True, "bound_by": "max_num_batched_tokens"}
+    limits = {"adder_class": PrefillAdder, "rem_chunk_tokens": chunk, "chunk_alignment": align, **own, **limits}
+    return make_whole_adder(cache, running, max_prefill_tokens=tokens, **limits)  # type: ignore[no-any-return]
 
 
 def begun(cache: BasePrefixCache, number: int, length: int, num_computed: int, **settings: Any) -> Req:
