@@ -17,7 +17,7 @@ from tests.support.amounts import examples
 from tests.testbed.bed import SchedulerBed, Step, make_bed
 from tests.testbed.fakes import answer
 from tests.testbed.outcomes import check_ends, check_names_do_not_matter
-from tests.testbed.traffic import STEPS, Traffic, names, play, traffic_of
+from tests.testbed.traffic import ARRIVAL_STEPS, Traffic, names, play, traffic_of
 
 MAX_MODEL_LEN = 48
 
@@ -53,20 +53,14 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True) -> Traffic:
     """Some requests and some limits; `disturbed`: with aborts and failures."""
     max_num_seqs = draw(st.sampled_from([1, 2, 3, 7, 16]))
     budget = max_num_seqs + draw(st.sampled_from([0, 0, 1, 3, 8, 24]))
-    arrivals = draw(
-        st.lists(
-            st.builds(
-                Arrival,
-                step=st.one_of(st.just(0), STEPS),
-                prompt_len=st.one_of(st.just(budget), st.integers(1, budget)),
-                max_tokens=st.integers(1, 12),
-                stop=st.booleans(),
-            ),
-            min_size=1,
-            max_size=20,
-        )
+    arrival = st.builds(
+        Arrival,
+        step=ARRIVAL_STEPS,
+        prompt_len=st.one_of(st.just(budget), st.integers(1, budget)),
+        max_tokens=st.integers(1, 12),
+        stop=st.booleans(),
     )
-    return traffic_of(draw, Limits(max_num_seqs, budget), arrivals, disturbed=disturbed)
+    return traffic_of(draw, Limits(max_num_seqs, budget), arrival, most=20, disturbed=disturbed)
 
 
 def bed_for(traffic: Traffic, *, trace: bool = False) -> SchedulerBed:

@@ -14,7 +14,7 @@ from tests.support.amounts import examples
 from tests.testbed.fakes import answer
 from tests.testbed.outcomes import check_ends, check_names_do_not_matter, check_progress
 from tests.testbed.paged import PagedBed, Squeezed, make_paged_bed
-from tests.testbed.traffic import STEPS, Traffic, names, play, traffic_of
+from tests.testbed.traffic import ARRIVAL_STEPS, Traffic, names, play, traffic_of
 
 MAX_MODEL_LEN = 40
 
@@ -74,22 +74,16 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 4)
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([0, 1, 4, 12, 40])),
     )
     lens = st.integers(1, min(limits.longest_prompt, 16))
-    arrivals = draw(
-        st.lists(
-            st.builds(
-                Arrival,
-                step=st.one_of(st.just(0), STEPS),
-                prompt_len=lens,
-                max_tokens=st.integers(1, 14),
-                n=st.one_of(st.just(1), st.integers(1, largest_family)),
-                stop=st.booleans(),
-                prompt_logprobs=st.sampled_from([None, None, 1]),
-            ),
-            min_size=1,
-            max_size=8,
-        )
+    arrival = st.builds(
+        Arrival,
+        step=ARRIVAL_STEPS,
+        prompt_len=lens,
+        max_tokens=st.integers(1, 14),
+        n=st.one_of(st.just(1), st.integers(1, largest_family)),
+        stop=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 1]),
     )
-    return traffic_of(draw, limits, arrivals, disturbed=disturbed)
+    return traffic_of(draw, limits, arrival, most=8, disturbed=disturbed)
 
 
 def bed_for(traffic: Traffic, **settings: Any) -> PagedBed:

@@ -1,12 +1,15 @@
 """Conversations that begin alike, for the equivalence tests: first requests, and the next turns of two of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.equivalence.traffic import SharingAsk, asks_of
+from m4_radix_cache import KVCapacityError
+from tests.equivalence.harness import Reference
+from tests.equivalence.traffic import Alone, SharingAsk, asks_of, check_ask, serve
+from tests.m4_radix_cache.engines import check_drained
 
 
 def conversations(lengths: Sequence[int], names: Any) -> Any:
@@ -31,3 +34,27 @@ def next_turns(asks: Sequence[SharingAsk], outputs: Sequence[Any]) -> list[Shari
         replace(ask, before=(*ask.prompt, *output.token_ids), prompt_len=2, arrival=0, patience=None)
         for ask, output in ended[:2]
     ]
+
+
+def check_two_turns(
+    engine: Any, asks: Sequence[SharingAsk], alone: Alone, check_step: Callable[[Any], None], *, tokens: int, most: int
+) -> tuple[list[Reference], int]:
+    """Hold the answers and those to the next turns of at `most` so many tokens to m1's; the engine has memory for
+    `tokens`. Returns what they were held to, and how many tokens of the next turns were cached.
+    """
+    references: list[Reference] = []
+    num_cached = 0
+
+    def may_fail(ask: SharingAsk, error: Any, num_tokens: int) -> bool:
+        return isinstance(error, KVCapacityError) and len(ask.prompt) + num_tokens > tokens
+
+    for turn in range(2):
+        outputs = serve(engine, asks, check_step)
+        check_drained(engine)
+        for ask, output in zip(asks, outputs, strict=True):
+            references.extend(check_ask(ask, output, alone, may_fail))
+        num_cached += turn * sum(output.metrics.cached_tokens for output in outputs)
+        asks = [ask for ask in next_turns(asks, outputs) if len(ask.prompt) <= most]
+        if not asks:
+            break
+    return references, num_cached

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from m4_radix_cache import KVCapacityError, SamplingParams
+from m4_radix_cache import SamplingParams
 from tests.equivalence.draws import noting
 from tests.equivalence.forced_retraction import ForcedRetraction, InTurn
 from tests.equivalence.harness import Reference, check_cuts
-from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, check_ask, prompt_of, serve
-from tests.m4_radix_cache.conversations import conversations, next_turns
-from tests.m4_radix_cache.engines import MakeEngine, check_drained, check_flushed, check_step, setting
+from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, prompt_of
+from tests.m4_radix_cache.conversations import check_two_turns, conversations
+from tests.m4_radix_cache.engines import MakeEngine, check_flushed, check_step, setting
 
 ASKS = conversations((1, 7, 8, 16, 20, 33), CLEAR_SETTINGS)
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
@@ -65,10 +65,6 @@ def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone
         longest = max(ask.prompt_len for ask in asks)
         budget = None if spare_budget is None else max(limits["max_num_seqs"], longest) + spare_budget
         tokens = -(-(longest + 2 + spare_tokens) // page_size) * page_size
-
-        def may_fail(ask: SharingAsk, error: Any, num_tokens: int) -> bool:
-            return isinstance(error, KVCapacityError) and len(ask.prompt) + num_tokens > tokens
-
         configs = setting(
             tokens=tokens,
             page_size=page_size,
@@ -78,16 +74,10 @@ def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone
             **limits,
         )
         with make_engine(parts, eos_token_ids=EOS, **configs) as engine:
-            for turn in range(2):
-                outputs = serve(engine, asks, check_step)
-                check_drained(engine)
-                for ask, output in zip(asks, outputs, strict=True):
-                    references.extend(check_ask(ask, output, alone, may_fail))
-                seen["next turns"] += turn * sum(output.metrics.cached_tokens for output in outputs)
-                most = min(tokens - 2, budget or tokens)
-                asks = [ask for ask in next_turns(asks, outputs) if len(ask.prompt) <= most]
-                if not asks:
-                    break
+            most = min(tokens - 2, budget or tokens)
+            found, num_cached = check_two_turns(engine, asks, alone, check_step, tokens=tokens, most=most)
+            references.extend(found)
+            seen["next turns"] += num_cached
             stats = engine.stats()
             seen["cached"] += stats.num_cached_tokens
             seen["evicted"] += stats.num_evicted_tokens

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from m5_chunked_prefill_spec import KVCapacityError
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces, InTurn
 from tests.equivalence.harness import Reference, check_cuts
-from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, check_ask, serve
-from tests.m4_radix_cache.conversations import conversations, next_turns
+from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk
+from tests.m4_radix_cache.conversations import check_two_turns, conversations
 from tests.m5_chunked_prefill_spec.engines import (
     Guessing,
     MakeEngine,
-    check_drained,
     check_flushed,
     check_step,
     setting,
@@ -86,24 +84,14 @@ def test_any_traffic_gets_the_tokens_of_m1(
     ) -> None:
         longest = max(ask.prompt_len for ask in traffic)
         tokens = -(-(longest + 2 + spare_tokens) // page_size) * page_size
-
-        def may_fail(ask: SharingAsk, error: Any, num_tokens: int) -> bool:
-            return isinstance(error, KVCapacityError) and len(ask.prompt) + num_tokens > tokens
-
         configs = setting(
             tokens=tokens, page_size=page_size, cache=cache, max_num_batched_tokens=budget, **own | limits
         )
         with make_engine(parts | parts_of, eos_token_ids=EOS, **configs) as engine:
             modes: list[str] = []
             watch(engine, modes)
-            for _ in range(2):
-                outputs = serve(engine, traffic, check_step)
-                check_drained(engine)
-                for ask, output in zip(traffic, outputs, strict=True):
-                    references.extend(check_ask(ask, output, alone, may_fail))
-                traffic = [ask for ask in next_turns(traffic, outputs) if len(ask.prompt) <= tokens - 2]
-                if not traffic:
-                    break
+            found, _ = check_two_turns(engine, traffic, alone, check_step, tokens=tokens, most=tokens - 2)
+            references.extend(found)
             for name, total in TOTALS.items():
                 seen[name] += getattr(engine.stats(), total)
             seen["cut"] += modes.count("cut")

@@ -9,7 +9,7 @@ from m4_radix_cache.config import SchedulePolicyName
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from tests.testbed.radix import CACHES, RadixBed
 from tests.testbed.traffic import (
-    STEPS,
+    ARRIVAL_STEPS,
     Traffic as Traffic,
     names as names,
     plain_trace as plain_trace,
@@ -89,23 +89,17 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 3,
         conservativeness=draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
     )
     longest = min(limits.num_tokens - 2, longest_prompt)
-    arrivals = draw(
-        st.lists(
-            st.builds(
-                Arrival,
-                step=st.one_of(st.just(0), STEPS),
-                stem=st.integers(0, NUM_STEMS - 1),
-                stem_len=st.integers(0, longest - 1),
-                own_len=st.integers(0, 4),
-                max_tokens=st.integers(1, 14),
-                n=st.one_of(st.just(1), st.integers(1, largest_family)),
-                stop=st.booleans(),
-                prompt_logprobs=st.sampled_from([None, None, None, 1]),
-                priority=st.integers(-1, 1),
-                extra_key=st.sampled_from([None, None, "salt"]),
-            ).map(lambda one: replace(one, own_len=max(min(one.own_len, longest - one.stem_len), not one.stem_len))),
-            min_size=1,
-            max_size=9,
-        )
-    )
-    return traffic_of(draw, limits, arrivals, disturbed=disturbed)
+    arrival = st.builds(
+        Arrival,
+        step=ARRIVAL_STEPS,
+        stem=st.integers(0, NUM_STEMS - 1),
+        stem_len=st.integers(0, longest - 1),
+        own_len=st.integers(0, 4),
+        max_tokens=st.integers(1, 14),
+        n=st.one_of(st.just(1), st.integers(1, largest_family)),
+        stop=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
+        priority=st.integers(-1, 1),
+        extra_key=st.sampled_from([None, None, "salt"]),
+    ).map(lambda one: replace(one, own_len=max(min(one.own_len, longest - one.stem_len), not one.stem_len)))
+    return traffic_of(draw, limits, arrival, most=9, disturbed=disturbed)

@@ -14,6 +14,7 @@ from tests.testbed.bed import Step
 MANY_STEPS = 1500
 STEPS = st.integers(0, 12)
 """The steps in which something happens."""
+ARRIVAL_STEPS = st.one_of(st.just(0), STEPS)
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Traffic:
     """Steps in which a request is preempted whatever is free; as many as there are of the same step."""
 
 
-def traffic_of(draw: st.DrawFn, limits: Any, arrivals: list[Any], *, disturbed: bool) -> Traffic:
-    """The traffic of these arrivals; `disturbed`: with all kinds of accidents."""
+def traffic_of(draw: st.DrawFn, limits: Any, arrival: st.SearchStrategy[Any], *, most: int, disturbed: bool) -> Traffic:
+    """The traffic of at `most` so many arrivals; `disturbed`: with all kinds of accidents."""
+    arrivals = draw(st.lists(arrival, min_size=1, max_size=most))
     plain = Traffic(limits, tuple(sorted(arrivals, key=lambda arrival: arrival.step)))
     if not disturbed:
         return plain
