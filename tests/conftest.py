@@ -223,6 +223,12 @@ def loaded(tiny_directory: Path) -> Any:
     return load_model(ModelConfig(model=tiny_directory, device="cpu", dtype="float32"))
 
 
+@pytest.fixture
+def engine(make_engine: Any) -> Any:
+    """A fresh engine with the default limits, of the milestone whose `make_engine` it is."""
+    return make_engine()
+
+
 @pytest.fixture(scope="session")
 def known_answers() -> dict[str, Any]:
     """The answers of m1 so far, by engine: its model and what was changed."""

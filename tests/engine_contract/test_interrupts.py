@@ -34,7 +34,7 @@ from tests.engine_contract.crowd import (
     run,
     submit,
 )
-from tests.engine_contract.variants import WITH_M1, Variant, calling, each_of
+from tests.engine_contract.variants import WITH_M1, Variant, calling, each_of, failing_part
 from tests.m6_multimodal_pd.pd_engines import Group
 from tests.support.engines import EngineMaker, greedy, unfinished
 
@@ -472,16 +472,8 @@ def test_a_part_that_raises_what_is_no_exception_leaves_a_dead_engine(
 ) -> None:
     """In the middle of outputs, between the forward and the update, or in the middle of the update."""
     methods = {"output_processor": "make_output", "sampler": "__call__", "detokenizer": "push"}
-    base, method = variant.part(role), methods[role]
-    calls: list[int] = []
-
-    def interrupted(part: Any, *arguments: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return getattr(base, method)(part, *arguments, **keywords)
-
-    engine = make_engine({role: type("Interrupted", (base,), {method: interrupted})}, seats=SEATS)
+    stopped = failing_part(variant, role, methods[role], KeyboardInterrupt(), call=5)
+    engine = make_engine({role: stopped}, seats=SEATS)
     submit(engine)
     before = engine.stats()
     with pytest.raises(KeyboardInterrupt):

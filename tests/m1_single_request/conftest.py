@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 import m1_single_request
-from m1_single_request import LLMEngine
 from m1_single_request.model_loader import LoadedModel
 from tests.support.engines import EngineMaker, MakeEngine
 
@@ -16,9 +15,3 @@ def make_engine(loaded_m1: LoadedModel) -> Iterator[MakeEngine]:
     maker = EngineMaker(m1_single_request, loaded_m1)
     yield maker
     maker.check()
-
-
-@pytest.fixture
-def engine(make_engine: MakeEngine) -> LLMEngine:
-    """A fresh engine on the tiny model."""
-    return make_engine()  # type: ignore[no-any-return]

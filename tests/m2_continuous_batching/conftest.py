@@ -6,7 +6,6 @@ import pytest
 
 import m2_continuous_batching
 from m1_single_request.model_loader import LoadedModel
-from m2_continuous_batching import LLMEngine
 from tests.m2_continuous_batching.engines import EXECUTIONS
 from tests.support.engines import EngineMaker, MakeEngine
 
@@ -23,9 +22,3 @@ def make_engine(loaded_m1: LoadedModel) -> Iterator[MakeEngine]:
 def execution(request: pytest.FixtureRequest) -> str:
     """Both ways to run a batch."""
     return str(request.param)
-
-
-@pytest.fixture
-def engine(make_engine: MakeEngine) -> LLMEngine:
-    """A fresh engine with the default limits."""
-    return make_engine()  # type: ignore[no-any-return]

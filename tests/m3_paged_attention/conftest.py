@@ -6,7 +6,6 @@ import pytest
 
 import m3_paged_attention
 from m1_single_request.model_loader import LoadedModel
-from m3_paged_attention import LLMEngine
 from tests.m3_paged_attention.checkpoints import directory as directory, saved as saved
 from tests.m3_paged_attention.engines import MODES, MakeEngine, check_memory
 from tests.support.engines import EngineMaker
@@ -24,9 +23,3 @@ def make_engine(loaded: LoadedModel) -> Iterator[MakeEngine]:
 def mode(request: pytest.FixtureRequest) -> str:
     """Both ways to preempt."""
     return str(request.param)
-
-
-@pytest.fixture
-def engine(make_engine: MakeEngine) -> LLMEngine:
-    """A fresh engine with the default limits."""
-    return make_engine()

@@ -7,22 +7,8 @@ from typing import Any
 
 import pytest
 
-from m3_paged_attention import LLMEngine
+from tests.engine_contract.test_aborts import PROMPTS, expected as expected, submit
 from tests.m3_paged_attention.engines import MODES, MakeEngine, OnEvent, check_step, greedy, run, setting
-
-PROMPTS = {"a": [21, 22, 23], "b": [31, 32, 33, 34], "c": [41], "d": [51, 52]}
-
-
-@pytest.fixture
-def expected(make_m1: Any) -> dict[str, tuple[int, ...]]:
-    """Nine tokens for each request."""
-    engine = make_m1()
-    return {rid: engine.generate(prompt, greedy(9)).token_ids for rid, prompt in PROMPTS.items()}
-
-
-def submit(engine: LLMEngine) -> None:
-    for rid, prompt in PROMPTS.items():
-        engine.add_request(prompt, greedy(9), request_id=rid)
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "when it is next in line"])

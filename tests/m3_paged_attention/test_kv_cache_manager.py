@@ -35,22 +35,6 @@ def forked(*, num_tokens: int, num_blocks: int = 8, host: int = 0) -> KVCacheMan
 # --- room for tokens --------------------------------------------------------------------------------------------------
 
 
-def test_a_request_gets_as_many_blocks_as_its_tokens_fill() -> None:
-    kv = manager()
-    assert [kv.blocks_for(n) for n in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
-    assert kv.reserve("a", 9) == [1, 2, 3]
-    assert kv.reserve("b", 4) == [4]
-    assert kv.owned() == {"a": [1, 2, 3], "b": [4]} and kv.num_free == 4 and kv.num_blocks == 8
-
-
-def test_it_grows_by_a_block_when_the_last_one_is_full() -> None:
-    kv = manager()
-    kv.reserve("a", 3)
-    assert [kv.reserve("a", n) for n in range(4, 11)] == [[], [2], [], [], [], [3], []]
-    assert kv.reserve("a", 2) == [] and kv.block_ids("a") == [1, 2, 3], "less than it has takes nothing away"
-    assert kv.reserve("a", 20) == [4, 5], "a prompt that is computed again may be longer than it was"
-
-
 def test_only_requests_at_the_end_of_a_block_or_in_a_shared_one_need_a_block() -> None:
     kv = manager()
     kv.reserve("a", 4), kv.reserve("b", 5), kv.reserve("c", 8)
