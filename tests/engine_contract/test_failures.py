@@ -43,7 +43,7 @@ from tests.engine_contract.variants import (
     failing_part,
     runner_of,
 )
-from tests.support.engines import greedy
+from tests.support.engines import Recorder, greedy
 
 pytestmark = pytest.mark.sample(3)
 
@@ -81,6 +81,16 @@ def test_a_step_that_breaks_fails_those_who_share_it(
     assert rid in failing.hit and len(failing.hit) <= SEATS
     said = {rid: max(0, start - len(PROMPTS[rid]) + 1) for rid, start in failing.hit.items()}
     check_the_rest(variant, engine, last, expected, said, BOOM)
+
+
+def test_a_step_that_breaks_says_so_in_the_trace_and_shows_no_usage(variant: Variant, make_engine: MakeEngine) -> None:
+    engine = make_engine(FailingRunner(variant, BOOM, rid="a", position=0, at="forward").parts)
+    recorder = Recorder(engine.tracer)
+    engine.add_request(PROMPTS["a"], greedy(1), request_id="a")
+    engine.step()
+    (finish,) = recorder.events("finish")
+    assert finish.reason == "error" and "RuntimeError" in finish.why
+    assert not {"forward", "kv_usage", "blocks_used", "sampled"} & set(recorder.kinds())
 
 
 def test_a_failed_forward_frees_its_tensors_while_the_caller_keeps_the_outputs(

@@ -75,13 +75,3 @@ def test_kv_usage_counts_what_is_reserved_and_what_of_it_is_used(make_engine: Ma
         (tokens * per_token, places * per_token) for tokens, places in zip(used, reserved, strict=True)
     ]
     assert [event.tokens for event in recorder.events("free")] == [2, 9]
-
-
-def test_a_step_that_failed_is_reported_and_names_no_batch_that_was_not(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine)
-    engine.engine_core.executor.worker.model_runner.execution.decoder = None
-    engine.add_request([5, 6], greedy(1), request_id="a")
-    engine.step()
-    (finish,) = recorder.events("finish")
-    assert finish.reason == "error" and "TypeError" in finish.why
-    assert recorder.events("forward") == recorder.events("kv_usage") == []

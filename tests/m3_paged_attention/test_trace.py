@@ -109,13 +109,3 @@ def test_block_tables_made_of_events_are_the_real_ones(make_engine: MakeEngine, 
     assert not tables and not on_host
     wanted = {"blocks_allocated", "blocks_forked", "block_copied", "blocks_freed", "preempted"}
     assert kinds.keys() >= wanted | ({"blocks_swapped"} if mode == "swap" else set())
-
-
-def test_a_step_that_failed_says_so_and_shows_no_usage(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine)
-    engine.engine_core.executor.worker.model_runner.forward = None
-    engine.add_request(ids(2), greedy(1), request_id="a")
-    engine.step()
-    (finish,) = recorder.events("finish")
-    assert finish.reason == "error" and "TypeError" in finish.why
-    assert recorder.events("blocks_used") == recorder.events("sampled") == []

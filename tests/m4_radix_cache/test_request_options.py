@@ -6,24 +6,20 @@ from typing import Any
 import pytest
 
 from m1_single_request.errors import shown
-from m4_radix_cache import InvalidRequestError, LLMEngine
+from m4_radix_cache import InvalidRequestError
 from tests.m4_radix_cache.engines import MakeEngine, Recorder, check_drained, greedy, ids, run, setting
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-Call = Callable[..., Any]
-
-CALLS: dict[str, Callable[[LLMEngine], Call]] = {
-    "generate": lambda engine: lambda **options: engine.generate(ids(9), greedy(2), **options),
-    "chat": lambda engine: (
-        lambda **options: engine.chat([{"role": "user", "content": "What is a page?"}], greedy(2), **options)
-    ),
-    "stream": lambda engine: lambda **options: engine.stream(ids(9), greedy(2), **options),
-    "add_request": lambda engine: lambda **options: engine.add_request(ids(9), greedy(2), **options),
-    "add_request of a family": lambda engine: lambda **options: engine.add_request(ids(9), greedy(2, n=2), **options),
+MESSAGES = [{"role": "user", "content": "What is a page?"}]
+CALLS: dict[str, Callable[..., Any]] = {
+    "generate": lambda engine, **options: engine.generate(ids(9), greedy(2), **options),
+    "chat": lambda engine, **options: engine.chat(MESSAGES, greedy(2), **options),
+    "stream": lambda engine, **options: engine.stream(ids(9), greedy(2), **options),
+    "add_request": lambda engine, **options: engine.add_request(ids(9), greedy(2), **options),
+    "add_request of a family": lambda engine, **options: engine.add_request(ids(9), greedy(2, n=2), **options),
 }
-BATCH: dict[str, Callable[[LLMEngine], Call]] = {
-    "generate_batch": lambda engine: lambda **options: engine.generate_batch([ids(9), ids(4)], greedy(2), **options),
+ALL_CALLS = CALLS | {
+    "generate_batch": lambda engine, **options: engine.generate_batch([ids(9), ids(4)], greedy(2), **options)
 }
 WRONG = [
     ({"priority": "high"}, "priority='high' must be a whole number"),
@@ -55,7 +51,7 @@ def test_a_wrong_option_is_refused_before_anything_changes(
     engine.add_request(ids(4), greedy(2), request_id="other", priority=1)
     before, told = engine.stats(), len(recorder.records)
     with pytest.raises(InvalidRequestError, match=message):
-        CALLS[name](engine)(**options)
+        CALLS[name](engine, **options)
     assert engine.stats() == before and len(recorder.records) == told
     assert run(engine)["other"].finish_reason == "length"
     assert engine.add_request(ids(4), greedy(1)) == "req-1", "the refused one took no number"
@@ -70,20 +66,20 @@ def test_a_batch_with_a_wrong_option_runs_nothing(
     engine = make_engine(**setting(2))
     if "salt" in options:
         with pytest.raises(InvalidRequestError, match=message):
-            BATCH["generate_batch"](engine)(**options)
+            ALL_CALLS["generate_batch"](engine, **options)
     else:
-        outputs = BATCH["generate_batch"](engine)(**options)
+        outputs = ALL_CALLS["generate_batch"](engine, **options)
         assert [output.finish_reason for output in outputs.values()] == ["error"] * 2
         assert all(isinstance(output.error, InvalidRequestError) for output in outputs.values())
     assert engine.stats().num_steps == 0
     check_drained(engine)
 
 
-@pytest.mark.parametrize("name", CALLS | BATCH)
+@pytest.mark.parametrize("name", ALL_CALLS)
 def test_every_call_passes_them_on_to_each_request(make_engine: MakeEngine, name: str) -> None:
     engine = make_engine(chat_template=TEMPLATE, **setting(2))
     recorder = Recorder(engine.tracer)
-    result = (CALLS | BATCH)[name](engine)(priority=-(2**63) + 1, cache_salt="tenant")
+    result = ALL_CALLS[name](engine, priority=-(2**63) + 1, cache_salt="tenant")
     assert result is not None, "kept: a stream that nobody holds is aborted"
     run(engine)
     passed = [(event.priority, event.extra_key) for event in recorder.events("request_options")]

@@ -5,7 +5,6 @@ whose each page is.
 """
 
 import dataclasses
-import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -14,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from m1_single_request.trace_event import Event
-from m4_radix_cache import ConsoleReader, JsonlReader, LLMEngine, TraceConfig, events
+from m4_radix_cache import ConsoleReader, JsonlReader, LLMEngine, TraceConfig
 from m4_radix_cache.invariants import pages_of
-from m4_radix_cache.mem_cache import events as cache_events
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
+from tests.events.milestones import MILESTONES, event_classes
 from tests.m4_radix_cache.engines import MakeEngine, check_flushed, greedy, ids, run, scheduler_of, setting, unfinished
 from tests.m4_radix_cache.event_examples import ADMIT, AUDIT, BATCH, EVICTED, MATCHED, ORDER, RETRACT
 from tests.support.traces import fields, traced
@@ -314,10 +312,8 @@ def test_without_a_reader_no_event_is_built(
         raise AssertionError(f"{type(self).__name__} was built")
 
     engine = make_engine(**setting(3, cache=cache, **CROWDED))
-    for module in (events, cache_events):
-        for value in vars(module).values():
-            if inspect.isclass(value) and issubclass(value, Event) and value is not Event:
-                monkeypatch.setattr(value, "__init__", built)
+    for event_class in (one for milestone in MILESTONES for one in event_classes(milestone)):
+        monkeypatch.setattr(event_class, "__init__", built)
     crowd(engine)
     run(engine)
     assert engine.stats().num_retractions > 0

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import m5_chunked_prefill_spec
 from m1_single_request.model_loader import LoadedModel
 from m3_paged_attention.model_loader import load_model
-from tests.m5_chunked_prefill_spec.engines import CACHES, MakeEngine, check_memory
+from tests.m4_radix_cache.conftest import cache as cache
+from tests.m5_chunked_prefill_spec.engines import MakeEngine, check_memory
 from tests.support.engines import EngineMaker
 
 NOISE = 0.02  # on the weights of the draft model: so much that it often, and not always, agrees
@@ -74,9 +75,3 @@ def make_engine(loaded: LoadedModel, loaded_draft: LoadedModel) -> Iterator[Make
     maker = PairMaker(loaded, loaded_draft)
     yield maker
     maker.check(check_memory)
-
-
-@pytest.fixture(params=CACHES)
-def cache(request: pytest.FixtureRequest) -> str:
-    """Every prefix cache."""
-    return str(request.param)

@@ -19,7 +19,6 @@ from m5_chunked_prefill_spec import (
 )
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from tests.m4_radix_cache.engines import (
-    CACHES as CACHES,
     check_answers as check_answers,
     check_drained as check_drained,
     check_flushed as check_flushed,

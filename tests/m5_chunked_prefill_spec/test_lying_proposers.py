@@ -152,7 +152,16 @@ def test_several_invalid_drafts_of_a_step_end_each_its_own_request(make_engine: 
     assert "may return 4 drafts for request 'b'; it returned more" in str(outputs["b"].error)
 
 
+def taken_apart(reqs: Any, limits: Any) -> Any:
+    """What is honest; the lists that were given are not what they were."""
+    found = honest(limits)
+    reqs.clear()
+    limits[:] = [1000]
+    return found
+
+
 FINE: dict[str, Says] = {
+    "as many, and takes its lists apart": taken_apart,
     "as many as it may": lambda reqs, limits: honest(limits),
     "something for who asked for none": lambda reqs, limits: [own or [7] for own in honest(limits)],
     "fewer": lambda reqs, limits: [own[:1] for own in honest(limits)],
@@ -172,18 +181,6 @@ def test_any_guess_in_order_is_taken(make_engine: MakeEngine, m1: Remembered, sa
     check_plain(run(engine), m1, list(PROMPTS))
     assert (engine.stats().num_draft_tokens == 0) == (says == "none")
     check_flushed(engine)
-
-
-def test_a_proposer_that_takes_its_lists_apart_harms_nobody(make_engine: MakeEngine, m1: Remembered) -> None:
-    def says(reqs: Any, limits: Any) -> Any:
-        found = honest(limits)
-        reqs.clear()
-        limits[:] = [1000]
-        return found
-
-    engine = make_engine({"proposer": proposer_that(says)}, **setting(method="ngram"))
-    submit(engine)
-    check_plain(run(engine), m1, list(PROMPTS))
 
 
 def test_a_proposer_that_lies_once_is_asked_again_for_later_ones(make_engine: MakeEngine, m1: Remembered) -> None:
