@@ -83,6 +83,7 @@ def test_a_step_that_breaks_fails_those_who_share_it(
     check_the_rest(variant, engine, last, expected, said, BOOM)
 
 
+@pytest.mark.sample
 def test_a_step_that_breaks_says_so_in_the_trace_and_shows_no_usage(variant: Variant, make_engine: MakeEngine) -> None:
     engine = make_engine(FailingRunner(variant, BOOM, rid="a", position=0, at="forward").parts)
     recorder = Recorder(engine.tracer)

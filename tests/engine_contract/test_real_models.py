@@ -89,11 +89,12 @@ def laptop(monkeypatch: pytest.MonkeyPatch) -> Any:
     return has
 
 
-def started(milestone: str, model: Path, *, settings: Any = None, **config: Any) -> Any:
+def started(milestone: str, model: Path, *, settings: Any = None, reader: Any = None, **config: Any) -> Any:
     """An engine with the defaults, and random weights."""
     package = importlib.import_module(milestone)
+    settings = {"trace_config": package.TraceConfig(readers=(reader,) if reader else ()), **(settings or {})}
     values = {"model": model, "load_format": "dummy", "device": "cpu", "dtype": "bfloat16"} | config
-    return package.LLMEngine(model_config=package.ModelConfig(**values), **(settings or {}))
+    return package.LLMEngine(model_config=package.ModelConfig(**values), **settings)
 
 
 def described(model: Path, **config: Any) -> Any:
@@ -114,8 +115,7 @@ def test_a_model_of_more_positions_than_there_is_memory_for_starts_with_the_long
 ) -> None:
     """A quarter of 8 GiB has room for 18,724 tokens of 112 KiB, and these fill 1,170 pages of 16."""
     package, reader = importlib.import_module(milestone), Recorder()
-    settings = {"trace_config": package.TraceConfig(readers=(reader,))}
-    with started(milestone, text_model(tmp_path, **NARROW), settings=settings) as engine:
+    with started(milestone, text_model(tmp_path, **NARROW), reader=reader) as engine:
         assert engine.stats().max_model_len == 18_720
         started_event, sized = reader.events("engine_started")[0], reader.events("kv_sized")[0]
         assert (started_event.max_model_len, sized.max_model_len) == (18_720, 18_720)
@@ -341,9 +341,8 @@ def test_the_models_that_ship_are_computed_in_float32_on_a_cpu(milestone: str, p
 
 @each_milestone
 def test_the_event_names_float16_that_became_float32(milestone: str, tmp_path: Path) -> None:
-    package, reader = importlib.import_module(milestone), Recorder()
-    model = text_model(tmp_path, dtype="float16", **NARROW | {"num_hidden_layers": 1})
-    with started(milestone, model, dtype="auto", settings={"trace_config": package.TraceConfig(readers=(reader,))}):
+    reader, model = Recorder(), text_model(tmp_path, dtype="float16", **NARROW | {"num_hidden_layers": 1})
+    with started(milestone, model, dtype="auto", reader=reader):
         event = reader.events("engine_started")[0]
     assert event.dtype == "float32" and "as float32 (config.json names float16)" in event.explain()
 
@@ -379,8 +378,7 @@ def test_qwen3_of_its_real_size_starts_with_the_defaults_and_answers(
     laptop(24)
     packs(True)
     package, reader = importlib.import_module(milestone), Recorder()
-    settings = {"trace_config": package.TraceConfig(readers=(reader,))}
-    with started(milestone, text_model(tmp_path), dtype="auto", settings=settings) as engine:
+    with started(milestone, text_model(tmp_path), dtype="auto", reader=reader) as engine:
         assert (engine.stats().max_model_len, reader.events("engine_started")[0].dtype) == (37_440, "bfloat16")
         params = package.SamplingParams(max_tokens=2, ignore_eos=True)
         assert len(engine.generate([5, 6, 7], params).token_ids) == 2

@@ -41,6 +41,7 @@ def setting(
     policy: Any = "lpm",
     conservativeness: float = 1.0,
     debug: bool = True,
+    scheduler_class: Callable[..., Any] = SchedulerConfig,
     **more: Any,
 ) -> dict[str, Any]:
     """The keywords of an engine with these limits and KV memory for so many `tokens`, by default enough.
@@ -48,7 +49,7 @@ def setting(
     Audited after every step. `more`: other fields of `CacheConfig`.
     """
     return {
-        "scheduler_config": SchedulerConfig(
+        "scheduler_config": scheduler_class(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             schedule_policy=policy,

@@ -52,21 +52,14 @@ class PairMaker(EngineMaker):
         super().__init__(package, loaded)
         self.draft = draft
 
-    def __call__(
-        self, parts: Any = None, *, max_model_len: int | None = None, eos_token_ids: Any = None, **more: Any
-    ) -> Any:
-        changes: dict[str, Any] = {"max_model_len": max_model_len or self.loaded.max_model_len}
-        own = changes | ({} if eos_token_ids is None else {"eos_token_ids": frozenset(eos_token_ids)})
+    def model_of(self, config: Any) -> LoadedModel:
+        return self.draft if str(config.model) == self.draft.name else self.loaded
 
-        def load(config: Any) -> LoadedModel:
-            if str(config.model) == self.draft.name:
-                return dataclasses.replace(self.draft, **changes)
-            return dataclasses.replace(self.loaded, **own)
-
+    def __call__(self, parts: Any = None, **more: Any) -> Any:
         if more.get("speculative_config") and more["speculative_config"].method == "draft_model":
             given = more["speculative_config"]
             more["speculative_config"] = dataclasses.replace(given, model=given.model or self.draft.name)
-        return super().__call__({"model_loader": load, **(parts or {})}, max_model_len=max_model_len, **more)
+        return super().__call__(parts, **more)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec import (
-    CacheConfig,
     CostTable,
     LLMEngine,
     SamplingParams,
@@ -28,6 +27,7 @@ from tests.m4_radix_cache.engines import (
     run as run_m4,
     runner_of as runner_of,
     scheduler_of as scheduler_of,
+    setting as m4_setting,
     submit as submit,
 )
 from tests.support.engines import (
@@ -40,28 +40,22 @@ from tests.support.engines import (
 VOCAB_SIZE = 4096
 COSTS = CostTable((1, 16, 256), (1.0, 1.5, 8.0), context_ms=0.1)
 """A table, so that engines of tests need not measure."""
+SHARED = ("tokens", "page_size", "cache", "eviction_policy", "policy", "conservativeness", "debug")
+"""Arguments of m4's `setting`."""
 
 
 def setting(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int | None = None,
     *,
-    tokens: int = 2048,
-    page_size: int = 4,
-    cache: Any = "radix",
-    eviction_policy: str = "lru",
-    policy: Any = "lpm",
-    conservativeness: float = 1.0,
-    debug: bool = True,
     method: Any = None,
     drafts: int = 4,
     draft_model: Any = None,
-    **scheduler: Any,
+    **more: Any,
 ) -> dict[str, Any]:
-    """The keywords of an engine with these limits and KV memory for so many `tokens`, by default enough.
+    """The keywords of an engine with these limits, as m4's, and other fields of `SchedulerConfig`.
 
-    Audited after every step. `method`: who guesses, and at most so many `drafts`. `scheduler`: other fields of
-    `SchedulerConfig`.
+    `method`: who guesses, and at most so many `drafts`.
     """
     guesses: dict[str, Any] = {}
     if method is not None:
@@ -70,24 +64,11 @@ def setting(
             guesses["model"] = draft_model
         if method == "ngram":  # random models repeat little
             guesses["prompt_lookup_min"] = 1
-    costs = COSTS if scheduler.get("target_gap_ms") else None
-    return {
-        "scheduler_config": SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            schedule_policy=policy,
-            schedule_conservativeness=conservativeness,
-            **{"cost_table": costs} | scheduler,
-        ),
-        "cache_config": CacheConfig(
-            page_size=page_size,
-            max_total_tokens=tokens,
-            prefix_cache=cache,
-            eviction_policy=eviction_policy,
-            debug=debug,
-        ),
-        "speculative_config": SpeculativeConfig(method=method, **guesses),
-    }
+    shared = {name: more.pop(name) for name in SHARED if name in more}
+    costs = COSTS if more.get("target_gap_ms") else None
+    scheduler_class = partial(SchedulerConfig, **{"cost_table": costs} | more)
+    keywords = m4_setting(max_num_seqs, max_num_batched_tokens, scheduler_class=scheduler_class, **shared)
+    return keywords | {"speculative_config": SpeculativeConfig(method=method, **guesses)}
 
 
 def check_step(engine: Any) -> None:

@@ -64,10 +64,14 @@ class EngineMaker:
         if chat_template is not None:
             changes["tokenizer"] = copy.deepcopy(self.loaded.tokenizer)
             changes["tokenizer"].chat_template = chat_template
-        table = {"model_loader": lambda config: dataclasses.replace(self.loaded, **changes), **(parts or {})}
+        table = {"model_loader": lambda config: dataclasses.replace(self.model_of(config), **changes), **(parts or {})}
         model_config = self.package.ModelConfig(model=self.loaded.name, device="cpu", dtype="float32", seed=seed)
         self.engines.append(bounded(self.package.LLMEngine(model_config=model_config, parts=table, **configs)))
         return self.engines[-1]
+
+    def model_of(self, config: Any) -> Any:
+        """The loaded model that is meant."""
+        return self.loaded
 
     def check(self, *more: Callable[[Any], object]) -> None:
         """Look at every engine that was made, with `more` checks once it is closed."""
