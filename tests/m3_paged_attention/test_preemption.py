@@ -65,18 +65,6 @@ def test_the_victim_loses_the_fewest_tokens(lens: Sequence[tuple[int, int]], vic
 # --- what becomes of it -----------------------------------------------------------------------------------------------
 
 
-def test_a_recomputed_request_comes_back_with_all_its_tokens() -> None:
-    bed = crowd(swap=False)
-    step_until_preempted(bed)
-    said = list(bed.said("r1"))
-    while bed.preempted():
-        step = bed.step()
-    (resumed,) = step.output.scheduled_resumed_reqs
-    assert (resumed.req_id, resumed.output_token_ids, resumed.num_computed_tokens) == ("r1", said, 0)
-    assert step.counts["r1"] == 4 + len(said)
-    assert step.output.blocks_to_swap_in == []
-
-
 def test_a_swapped_request_comes_back_with_its_kv() -> None:
     bed = crowd(swap=True)
     out = step_until_preempted(bed).output.blocks_to_swap_out

@@ -20,28 +20,6 @@ from tests.testbed.radix import RadixBed, make_radix_bed
 # --- one step after the other -----------------------------------------------------------------------------------------
 
 
-def test_the_worked_example() -> None:
-    bed = make_radix_bed(max_num_seqs=3, page_size=4, num_tokens=64, tensors=True)
-    first, second, third = bed.add(9), bed.add(3, max_tokens=2), bed.add(5)
-
-    step = bed.step()
-    assert step.output.mode == "extend" and step.counts == {first: 9, second: 3, third: 5}
-    assert step.output.prefix_lens == (0, 0, 0)
-
-    step = bed.step()
-    assert step.output.mode == "decode" and step.output.hits == {first: 9, second: 3, third: 5}
-    assert step.ended == {second: "length"} and bed.running() == [first, third]
-
-    newcomer = bed.add(12, same_as=first)
-    step = bed.step()
-    assert step.output.mode == "extend", "prompts first: the others wait"
-    assert step.counts == {newcomer: 4} and step.output.hits == {newcomer: 8}, "two pages are there already"
-
-    step = bed.step()
-    assert step.counts == {first: 1, third: 1, newcomer: 1}, "who ran before comes first"
-    assert bed.drain() == {second: "length", first: "length", third: "length", newcomer: "length"}
-
-
 def test_the_ratio_falls_with_every_decode_and_with_nothing_else() -> None:
     bed = make_radix_bed()
     ratio = bed.scheduler.new_token_ratio
