@@ -58,6 +58,7 @@ def test_two_milestones_answer_the_same_requests_with_the_same_tokens(tmp_path, 
     assert "tokens/s" in printed and "goodput" in printed
 
 
+@pytest.mark.exhaustive
 def test_a_part_of_ones_own_is_measured_against_the_default_one(mine, tmp_path, capsys):
     printed, results = run(tmp_path, capsys, "--milestone", "m4", "--parts", f"{mine}:PARTS", "--workload", "memory")
     assert list(results["sides"]) == [f"m4 {mine}:PARTS", "m4"]
