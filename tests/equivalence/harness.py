@@ -81,12 +81,12 @@ class Variant:
         """How many cached tokens had to go."""
         return int(getattr(engine.stats(), "num_evicted_tokens", 0))
 
-    def make_engine(self, directory: Path) -> Any:
-        """Its engine as the rule wants it: float32 on the CPU."""
+    def make_engine(self, directory: Path, device: str = "cpu") -> Any:
+        """Its engine as the rule wants it: float32, on the CPU unless a test asks another device."""
         named = {keyword: _naming(values, directory) for keyword, values in self.configs.items()}
         configs = {keyword: self._config_class(keyword)(**values) for keyword, values in named.items()}
         kernels = {"attention_backend": self.backend} if self.backend else {}
-        model_config = self.package.ModelConfig(model=directory, device="cpu", dtype="float32", **kernels)
+        model_config = self.package.ModelConfig(model=directory, device=device, dtype="float32", **kernels)
         return bounded(self.package.LLMEngine(model_config=model_config, parts=self.parts(), **configs))
 
     def _config_class(self, keyword: str) -> Any:
