@@ -62,10 +62,11 @@ class Sampler:
         """Choose one token per row of `logits` `[rows, vocab]`, of any float type. Does not modify `logits`."""
         logits = logits.float()
         tokens = self.choose(logits, metadata)
-        token_ids = tuple(tokens.tolist())
-        impossible = tuple(i for i, token_id in enumerate(token_ids) if token_id >= logits.shape[-1])
-        if impossible:
-            tokens = tokens.clamp(max=logits.shape[-1] - 1)
+        token_ids, vocab_size = tuple(tokens.tolist()), logits.shape[-1]
+        impossible: tuple[int, ...] = ()
+        if max(token_ids, default=0) >= vocab_size:
+            impossible = tuple(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+            tokens = tokens.clamp(max=vocab_size - 1)
         logprobs: list[LogprobRow | None] = [None] * len(tokens)
         asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
         if asked:

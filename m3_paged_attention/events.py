@@ -36,6 +36,23 @@ class BackendChosen(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EagerSteps(Event):
+    """The layers of a step run one operation at a time, on a backend that can run them in one call."""
+
+    style: ClassVar[str] = "yellow"
+    reason: str
+    """Why this model's layers do."""
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Build the event for a `Decoder`; None if its steps are one call, or its backend has no such call."""
+        return None if model.eager_reason is None else cls(reason=model.eager_reason)
+
+    def explain(self) -> str:
+        return f"Each step calls the operations of its layers one by one, not all layers at once: {self.reason}."
+
+
+@dataclass(frozen=True, kw_only=True)
 class ThreadsChanged(Event):
     """The number of CPU threads of a step changed (see `step_threads.py`)."""
 

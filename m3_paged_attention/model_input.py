@@ -8,13 +8,12 @@ forward for both: only attention depends on which request a token belongs to, an
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.metadata import AttentionMetadata, columns_on_device, on_device
 from m3_paged_attention.input_batch import BatchRow
 
 
@@ -41,35 +40,30 @@ def make_model_input(
     longest = max([row.start + row.num_tokens for row in rows])
     token_ids = [token_id for row in rows for token_id in row.state.token_ids(row.start, row.start + row.num_tokens)]
     tables = block_tables[[row.state.table_row for row in rows], : (longest - 1) // block_size + 1]
-    layout = _decodes_only(len(rows)) if len(token_ids) == len(rows) else _layout(query_lens, device)
-    positions = np.array(starts)[layout.owner] + layout.offsets
-    slots = tables[layout.owner, positions // block_size] * np.int64(block_size) + positions % block_size
-    # One transfer for all three: each transfer to the device has a fixed cost.
-    per_token = torch.as_tensor(np.array([token_ids, positions, slots]), device=device)  # int64 [3, total_tokens]
+    owner, positions, last = _one_each(len(rows)), np.array(starts), None
+    if len(token_ids) > len(rows):
+        owner, offsets, last = _layout(query_lens, device)
+        positions = positions[owner] + offsets
+    blocks, offsets = np.divmod(positions, block_size)
+    slots = tables[owner, blocks] * np.int64(block_size) + offsets
+    columns = columns_on_device([np.array(token_ids), positions, slots], device)
     return ModelInput(
-        input_ids=per_token[0],
-        positions=per_token[1],
-        attn_metadata=AttentionMetadata.build(query_lens, starts, tables, per_token[2], device),
-        logits_indices=layout.last,
+        input_ids=columns[0],
+        positions=columns[1],
+        attn_metadata=AttentionMetadata.build(query_lens, starts, tables, columns[2], device),
+        logits_indices=last,
     )
 
 
-class TokenLayout(NamedTuple):
-    """Layout of the flat row of tokens, which depends only on the number of new tokens of each request."""
-
-    owner: np.ndarray  # [total_tokens]: the row of each token
-    offsets: np.ndarray  # [total_tokens]: its index among the new tokens of that row
-    last: Tensor | None  # int64 [num_seqs]: index of the last token of each row; None: every row has one token
-
-
-def _layout(query_lens: Sequence[int], device: torch.device) -> TokenLayout:
+def _layout(query_lens: Sequence[int], device: torch.device) -> tuple[np.ndarray, np.ndarray, Tensor]:
+    """Return the row of each token, its index among the new tokens of that row, both `[total_tokens]`, and the index
+    of the last token of each row, int64 `[num_seqs]`."""
     ends = np.cumsum(query_lens)
     owner = np.repeat(np.arange(len(ends)), query_lens)
-    offsets = np.arange(len(owner)) - (ends - query_lens)[owner]
-    return TokenLayout(owner, offsets, torch.as_tensor(ends - 1, device=device))
+    return owner, np.arange(len(owner)) - (ends - query_lens)[owner], on_device(ends - 1, device)
 
 
 @lru_cache
-def _decodes_only(num_seqs: int) -> TokenLayout:
-    """Return the same for a step of decodes only, cached because most steps are; the arrays are never modified."""
-    return TokenLayout(np.arange(num_seqs), np.zeros(num_seqs, dtype=np.int64), None)
+def _one_each(num_seqs: int) -> np.ndarray:
+    """Return the row of each token in a step of decodes only: cached, because most steps are, and never modified."""
+    return np.arange(num_seqs)

@@ -48,6 +48,7 @@ class ModelRunner:
         """Allocate the KV memory. Raises `ConfigError` if the machine has less."""
         self.block_size = kv_cache_config.spec.block_size
         self.kv = KVStorage(kv_cache_config, device=self.device)
+        self.model.use_kv(self.kv)
         self.input_batch = InputBatch(
             max_num_seqs=self.max_num_seqs,
             max_blocks_per_seq=kv_cache_config.spec.blocks_for(self.max_model_len),

@@ -14,7 +14,7 @@ from m2_continuous_batching.wiring import PARTS as M2_PARTS
 from m3_paged_attention.attention.registry import obstacle_to_best
 from m3_paged_attention.config import EngineConfig, ModelConfig
 from m3_paged_attention.engine_core import EngineCore
-from m3_paged_attention.events import BackendChosen
+from m3_paged_attention.events import BackendChosen, EagerSteps
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.input_processor import InputProcessor
 from m3_paged_attention.kv_cache_config import KVCacheConfig, check_cache_config, size_kv_cache
@@ -56,6 +56,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         tracer=tracer,
     )
     executor.initialize_kv_cache(kv_cache_config)
+    tracer.emit(EagerSteps.of, loaded.model)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
             request_class=parts["request"],

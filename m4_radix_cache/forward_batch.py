@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.metadata import AttentionMetadata, columns_on_device, on_device
 from m3_paged_attention.model_input import ModelInput
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.model_worker_batch import ForwardMode, ModelWorkerBatch
@@ -44,14 +44,13 @@ class ForwardBatch(ModelInput):
         else:
             prefix_lens, extend_lens = batch.prefix_lens, batch.extend_lens
             positions, ends = extend_positions(prefix_lens, extend_lens)
-            last = torch.as_tensor(ends - 1, device=device)
+            last = on_device(ends - 1, device)
         tables = pool.page_tables(batch.req_pool_indices, int(batch.seq_lens.max()), model_runner.page_size)
-        # One transfer to the device for three arrays: each transfer has a fixed cost.
-        per_token = torch.as_tensor(np.stack([batch.input_ids, positions, batch.out_cache_loc]), device=device)
+        columns = columns_on_device([batch.input_ids, positions, batch.out_cache_loc], device)
         return cls(
-            input_ids=per_token[0],
-            positions=per_token[1],
-            attn_metadata=AttentionMetadata.build(extend_lens, prefix_lens, tables, per_token[2], device),
+            input_ids=columns[0],
+            positions=columns[1],
+            attn_metadata=AttentionMetadata.build(extend_lens, prefix_lens, tables, columns[2], device),
             logits_indices=last,
             forward_mode=batch.forward_mode,
             batch_size=len(batch.rids),

@@ -50,6 +50,7 @@ class ModelRunner:
         """Reserve the KV memory. Raises `ConfigError` if the machine has less."""
         self.page_size = kv_cache_config.spec.block_size
         self.kv = KVStorage(kv_cache_config, device=self.device)
+        self.model.use_kv(self.kv)
 
     def profile_run(self, num_tokens: int) -> int:
         """Run the largest step once, on dummy data; return the bytes of the KV memory that existed during the run."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.events import EagerSteps
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import Budget, KVCacheConfig, check_memory_share, size_kv_cache
 from m3_paged_attention.model_len import fit_model_len
@@ -38,7 +39,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         parts["model_loader"](config.model), lambda loaded: build_executor(config, parts, loaded, tracer), config
     )
     trace_start(loaded, config.model, tracer)
-    kv_cache_config = reserve_kv_memory(executor, config, budget, loaded.max_model_len, tracer)
+    kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
     pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
@@ -146,20 +147,21 @@ def fit_to_memory(
 
 
 def reserve_kv_memory(
-    executor: GPUExecutor, config: EngineConfig, budget: Budget, max_model_len: int, tracer: Tracer
+    executor: GPUExecutor, config: EngineConfig, budget: Budget, loaded: LoadedModel, tracer: Tracer
 ) -> KVCacheConfig:
     """Compute the number of pages, and reserve them in the runner. The cache uses all of them, so none is too many."""
     kv_cache_config = size_kv_cache(
         executor.kv_cache_spec(config.cache.page_size),
         budget=budget,
         device=config.model.torch_device(),
-        max_model_len=max_model_len,
+        max_model_len=loaded.max_model_len,
         max_num_seqs=None,
         swap_space_bytes=0,
         size_setting=("max_total_tokens", config.cache.page_size),
         tracer=tracer,
     )
     executor.initialize_kv_cache(kv_cache_config)
+    tracer.emit(EagerSteps.of, loaded.model)
     return kv_cache_config
 
 

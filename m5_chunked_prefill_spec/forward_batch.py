@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.metadata import AttentionMetadata, columns_on_device, on_device
 from m3_paged_attention.model_input import ModelInput
 from m4_radix_cache.forward_batch import HoldsTables
 
@@ -97,17 +97,16 @@ class ForwardBatch(ModelInput):
         """Return the layout of a batch, copied to the device of `model_runner`."""
         device, page_size = model_runner.device, model_runner.page_size
         rows, lens, prefix_lens, starts, columns = _in_layout_order(batch)
-        # One transfer for all columns: to start a transfer takes longer than to copy its bytes.
-        per_token = torch.as_tensor(np.stack(columns), device=device)
+        input_ids, positions, slots = columns_on_device(columns, device)
         longest = int(batch.seq_lens.max())
         if rows[0] == NO_ROW:
             tables = np.zeros((len(rows), -(-longest // page_size)), dtype=np.int32)
         else:
             tables = model_runner.req_to_token_pool.page_tables(rows, longest, page_size)
-        metadata = AttentionMetadata.build(lens.tolist(), prefix_lens.tolist(), tables, per_token[2], device)
+        metadata = AttentionMetadata.build(lens.tolist(), prefix_lens.tolist(), tables, slots, device)
         return cls(
-            input_ids=per_token[0],
-            positions=per_token[1],
+            input_ids=input_ids,
+            positions=positions,
             attn_metadata=metadata,
             logits_indices=_logits_indices(batch, starts, device),
             starts=starts,
@@ -191,7 +190,7 @@ def _logits_indices(batch: NewTokens, starts: np.ndarray, device: torch.device) 
     num_rows = np.array(batch.sample_lens)
     places = ranges(starts + batch.new_lens - num_rows, num_rows)
     is_all = len(places) == len(batch.input_ids) and bool((places == _numbers(len(places))).all())
-    return None if is_all else torch.as_tensor(places, device=device)
+    return None if is_all else on_device(places, device)
 
 
 @lru_cache

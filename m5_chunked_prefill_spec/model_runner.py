@@ -74,6 +74,7 @@ class ModelRunner:
         """Reserve the KV memory, and as many pages for the draft model. Raises `ConfigError` if there is too little."""
         self.page_size = kv_cache_config.spec.block_size
         self.kv = KVStorage(kv_cache_config, device=self.device)
+        self.model.use_kv(self.kv)
         if self.draft_runner is not None:
             self.draft_runner.initialize_kv_cache(kv_cache_config.num_blocks, self.page_size)
 

@@ -55,7 +55,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         loaded, lambda loaded: build_executor(config, parts, loaded, drafting, tracer, threads), config
     )
     trace_start(loaded, config.model, tracer)
-    kv_cache_config = reserve_kv_memory(executor, config, budget, loaded.max_model_len, tracer)
+    kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
     costs = cost_table(limits, runner, tracer)
     pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
     num_tokens = pools.token_to_kv_pool_allocator.size

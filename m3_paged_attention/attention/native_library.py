@@ -28,7 +28,8 @@ BUILD_PREFIX = ".building-"  # of the names of temporary build directories
 BUILD_BYTES = 2**20  # free disk space for a build; a linker that lacks it fails without a clear message
 DIGEST_SIZE = hashlib.sha256().digest_size
 
-P, N, INT, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float  # pointer, size, flag, number
+POINTER, SIZE, FLAG, NUMBER = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+P, N, INT, F = POINTER, SIZE, FLAG, NUMBER
 SIGNATURES = {
     "pack": (P, P, N, N, INT),
     "linear": (P, P, P, P, N, N, N, INT),
@@ -39,6 +40,7 @@ SIGNATURES = {
     "add_rms_norm": (P, P, P, P, N, N, F, INT),
     "rotary": (P, P, P, N, N, N, N, INT),
     "silu_mul": (P, P, N, N, INT),
+    "run_layers": (P,),
 }
 """The functions of kernels.cpp and their arguments, in its order."""
 PRECISIONS = ("float32", "bfloat16")

@@ -8,13 +8,15 @@ In m2 transformers did all of this, with dense KV. vLLM's CPU backend (`v1/atten
 kernels that read the blocks in place; SGLang's `torch_native_backend.py` computes one sequence after the other.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.tiles import Plan, Prefill, Scratch
-from m3_paged_attention.kv_storage import KVLayer
+from m3_paged_attention.kv_storage import KVLayer, KVStorage
 from m3_paged_attention.linear import Linear, PlainLinear, pack
 
 AT_ONCE = 2**17  # elements
@@ -106,6 +108,9 @@ class TorchBackend:
             return torch.cat([self.silu_mul(rows) for rows in _in_parts(gate_up)])
         gate, up = gate_up.chunk(2, -1)
         return silu(gate).mul_(up)
+
+    def step(self, model: Any, kv: KVStorage) -> None:
+        """Return None: the layers run one operation at a time."""
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ differ between runs. vLLM: `v1/attention/backends/triton_attn.py`; SGLang: `laye
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from m3_paged_attention.attention.triton_attention import (
     store_kv_kernel,
 )
 from m3_paged_attention.attention.triton_pointwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
-from m3_paged_attention.kv_storage import KVLayer
+from m3_paged_attention.kv_storage import KVLayer, KVStorage
 from m3_paged_attention.linear import Linear, PlainLinear
 
 LOG2_E = math.log2(math.e)
@@ -219,6 +219,9 @@ class TritonBackend:
         out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
         silu_mul_kernel[(num_tokens, -(-width // block))](gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block)
         return out
+
+    def step(self, model: Any, kv: KVStorage) -> None:
+        """Return None: the layers run one operation at a time."""
 
 
 @functools.cache

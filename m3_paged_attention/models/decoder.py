@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.attention.registry import Backend
+from m3_paged_attention.attention.registry import Backend, Step
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.architecture import DecoderConfig
 from m3_paged_attention.models.layers import DecoderLayer
@@ -34,12 +34,27 @@ class Decoder:
         while weights.layers:
             self.layers.append(DecoderLayer(config, weights.layers.pop(0), backend))
         self.head = backend.linear(weights.head)
+        self.step: Step | None = None
+        """All layers in one call, if the backend has that (`use_kv`)."""
+        self.eager_reason: str | None = None
+        """Why not, although it has."""
+
+    def use_kv(self, kv: KVStorage) -> None:
+        """Prepare the steps over `kv`, the engine's KV memory."""
+        odd = [part for part in (kv, *self.layers) if type(part) not in (KVStorage, DecoderLayer)]
+        found = f"{type(odd[0]).__name__} is a class that it does not know" if odd else self.backend.step(self, kv)
+        if isinstance(found, str):
+            self.step, self.eager_reason = None, found
+        else:
+            self.step, self.eager_reason = found, None
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv: KVStorage, metadata: AttentionMetadata) -> Tensor:
         """Run the tokens of a step, `input_ids` and `positions` int64 `[num_tokens]`, and write their KV to `kv`.
 
         Returns the hidden states `[num_tokens, hidden_size]` after the last norm.
         """
+        if self.step is not None and self.step.takes(input_ids.shape[0], kv):
+            return self.step(input_ids, positions, metadata)
         hidden = functional.embedding(input_ids, self.embedding)
         cos, sin = self.rotary(positions)
         residual: Tensor | None = None

@@ -100,10 +100,12 @@ class TokenToKVPoolAllocator:
     def alloc_decode(self, seq_lens: Slots, last_locs: Slots) -> Slots | None:
         """Allocate the slot of token `seq_len - 1` of each request, `[batch_size]`; the one before is in `last_loc`."""
         starts_page = (seq_lens - 1) % self.page_size == 0
-        new = self._take(int(np.count_nonzero(starts_page)))
+        slots, num_pages = last_locs + 1, int(np.count_nonzero(starts_page))
+        if not num_pages:  # as in most steps
+            return slots
+        new = self._take(num_pages)
         if new is None:
             return None
-        slots = last_locs + 1
         slots[starts_page] = new * self.page_size
         return slots
 

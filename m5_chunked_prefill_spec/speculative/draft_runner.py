@@ -63,6 +63,7 @@ class DraftRunner:
         self.page_size = block_size
         spec = kv_cache_spec_of(self.model, block_size)
         self.kv = KVStorage(KVCacheConfig(spec=spec, num_blocks=num_blocks), device=self.device)
+        self.model.use_kv(self.kv)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states `[total_tokens, hidden_size]`."""

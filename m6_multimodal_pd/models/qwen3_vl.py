@@ -126,16 +126,15 @@ class Qwen3VLDecoder(Decoder):
 
         The id of a token in `visual` is not used.
         """
-        if visual is None:
-            hidden, deepstack = functional.embedding(input_ids, self.embedding), []
-        else:
-            hidden = functional.embedding(input_ids.clamp(max=self.config.vocab_size - 1), self.embedding)
-            embeddings, *deepstack = visual.embeddings.chunk(1 + self.num_deepstack, 1)  # [num_visual, hidden_size]
-            hidden.index_copy_(0, visual.places, embeddings)
+        if visual is None:  # then positions have one axis
+            return super().forward(input_ids, positions, kv, metadata)
+        hidden = functional.embedding(input_ids.clamp(max=self.config.vocab_size - 1), self.embedding)
+        embeddings, *deepstack = visual.embeddings.chunk(1 + self.num_deepstack, 1)  # [num_visual, hidden_size]
+        hidden.index_copy_(0, visual.places, embeddings)
         cos, sin = self.mrope(positions)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(hidden, residual, cos, sin, kv.layer(index), metadata)
-            if visual is not None and index < len(deepstack):
+            if index < len(deepstack):
                 hidden.index_add_(0, visual.places, deepstack[index])
         return self.normed(hidden, residual)

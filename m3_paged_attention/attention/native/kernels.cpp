@@ -8,8 +8,10 @@
 //     linear.h       weights in panels, read once for up to six rows
 //     attention.h    over the blocks of a table: one new token per sequence, then many; the KV store
 //     pointwise.h    norms, rotary, SiLU
+//     layers.h       all layers of a step
 
 #include "attention.h"
+#include "layers.h"
 #include "linear.h"
 #include "pointwise.h"
 
@@ -53,7 +55,8 @@
     }                                                                                                                  \
     void silu_mul_##suffix(const T* gate_up, T* y, long rows, long width, int threads) {                               \
         silu_mul(gate_up, y, rows, width, threads);                                                                    \
-    }
+    }                                                                                                                  \
+    void run_layers_##suffix(const Step<T>* step) { run_layers(*step); }
 
 extern "C" {
 EXPORTS(float, float32)

@@ -1,0 +1,98 @@
+// All layers of a step in one call.
+//
+// The operations are those that layers.py calls one by one, in its order, on memory that is used again in every step.
+// A call from Python takes some microseconds, and a decode step of a small model has dozens of them.
+
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+#include "pointwise.h"
+
+namespace {
+
+template <class T> struct Linear {
+    const T *packed, *bias;  // bias: or null
+};
+
+template <class T> struct Layer {
+    const T *input_norm, *qk_norm, *post_attention_norm;  // qk_norm: a row for every head of Q and K, or null
+    Linear<T> qkv, o, gate_up, down;
+    T *keys, *values;  // [blocks, block_size, kv_heads, head_dim]
+};
+
+// native_step.py has the same fields in the same order.
+template <class T> struct Step {
+    // of the model and its KV
+    long num_layers, hidden_size, heads, kv_heads, head_dim, intermediate_size, block_size;
+    float eps, scale;
+    const T *embedding, *norm;
+    const float *cos, *sin;  // [positions, head_dim / 2]
+    const Layer<T>* layers;
+    // of a step: its tokens, and its rows, of which those with several new tokens come first
+    long num_tokens, num_prefill_tokens, num_prefills, num_decodes, table_stride;
+    int threads;
+    const int64_t *input_ids, *positions, *slots;       // [num_tokens]
+    const int32_t *starts, *lengths, *tables;           // [rows + 1], [rows], [rows, table_stride]
+    T *output, *work;                                   // [num_tokens, hidden_size]; see `run_layers`
+    float* angles;                                      // [2, num_tokens, head_dim / 2]
+};
+
+template <class T> void apply(const Linear<T>& layer, const T* x, T* y, long rows, long in, long out, int threads) {
+    linear(x, layer.packed, layer.bias, y, rows, in, out, threads);
+}
+
+template <class T> void attention_of(const Step<T>& s, const Layer<T>& layer, const T* query, long stride, T* output) {
+    const long width = s.heads * s.head_dim;
+    if (s.num_prefills) {
+        const Shape shape = {s.num_prefills, s.heads, s.kv_heads, s.head_dim, s.block_size, stride, s.table_stride};
+        attend_to_prompts(query, layer.keys, layer.values, s.tables, s.starts, s.lengths, output, shape, s.scale,
+                          s.threads);
+    }
+    if (s.num_decodes) {
+        const Shape shape = {s.num_decodes, s.heads, s.kv_heads, s.head_dim, s.block_size, stride, s.table_stride};
+        attend(query + s.num_prefill_tokens * stride, layer.keys, layer.values, s.tables + s.num_prefills * s.table_stride,
+               s.lengths + s.num_prefills, output + s.num_prefill_tokens * width, shape, s.scale, s.threads);
+    }
+}
+
+template <class T> void run_layers(const Step<T>& s) {
+    const long rows = s.num_tokens, hidden = s.hidden_size, dim = s.head_dim, half = dim / 2;
+    const long qk_heads = s.heads + s.kv_heads, qk = qk_heads * dim, v = s.kv_heads * dim, qkv = qk + v;
+    const int threads = s.threads;
+    // `work`: the residual, a normed input, the output of a part; Q, K and V; Q and K normed; the MLP's inside
+    T *residual = s.work, *x = residual + rows * hidden, *y = x + rows * hidden, *of_qkv = y + rows * hidden;
+    T *of_qk = of_qkv + rows * qkv, *attended = of_qk + rows * qk, *gate_up = attended + rows * s.heads * dim;
+    T* gated = gate_up + rows * 2 * s.intermediate_size;
+    float *cos = s.angles, *sin = cos + rows * half;
+    for (long r = 0; r < rows; r++) {
+        std::memcpy((void*)(residual + r * hidden), s.embedding + s.input_ids[r] * hidden, hidden * sizeof(T));
+        std::memcpy(cos + r * half, s.cos + s.positions[r] * half, half * sizeof(float));
+        std::memcpy(sin + r * half, s.sin + s.positions[r] * half, half * sizeof(float));
+    }
+    for (long i = 0; i < s.num_layers; i++) {
+        const Layer<T>& layer = s.layers[i];
+        if (i == 0)
+            rms_norm(residual, layer.input_norm, x, rows, 1, hidden, hidden, false, s.eps, threads);
+        else
+            add_rms_norm(y, residual, layer.input_norm, x, rows, hidden, s.eps, threads);
+        apply(layer.qkv, x, of_qkv, rows, hidden, qkv, threads);
+        T* query = of_qkv;
+        long stride = qkv;
+        if (layer.qk_norm) {
+            rms_norm(of_qkv, layer.qk_norm, of_qk, rows, qk_heads, dim, qkv, true, s.eps, threads);
+            query = of_qk, stride = qk;
+        }
+        rotary(query, cos, sin, rows, qk_heads, half, stride, threads);
+        store_kv(query + s.heads * dim, of_qkv + qk, layer.keys, layer.values, s.slots, rows, v, stride, qkv);
+        attention_of(s, layer, query, stride, attended);
+        apply(layer.o, attended, y, rows, s.heads * dim, hidden, threads);
+        add_rms_norm(y, residual, layer.post_attention_norm, x, rows, hidden, s.eps, threads);
+        apply(layer.gate_up, x, gate_up, rows, hidden, 2 * s.intermediate_size, threads);
+        silu_mul(gate_up, gated, rows, s.intermediate_size, threads);
+        apply(layer.down, gated, y, rows, s.intermediate_size, hidden, threads);
+    }
+    add_rms_norm(y, residual, s.norm, s.output, rows, hidden, s.eps, threads);
+}
+
+}  // namespace

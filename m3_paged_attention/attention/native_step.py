@@ -1,0 +1,169 @@
+"""All layers of a step in one call of the `native` backend.
+
+`layers.py` calls the backend nine times per layer, and each call takes some microseconds of Python: in a small model,
+most of a decode step. Here the pointers to weights, KV and working memory are written to a table once. A step adds the
+pointers to its own inputs, and one C++ call (`native/layers.h`) computes the rest, with the same kernels in the same
+order: bitwise the same numbers. On a GPU, a CUDA graph is the same idea.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.native_library import FLAG, NUMBER, POINTER, SIZE
+from m3_paged_attention.kv_storage import KVStorage
+
+MOST_TOKENS = 512
+"""Maximum tokens of a step in one call. In a larger one the arithmetic takes far longer than the calls."""
+
+
+class CLinear(ctypes.Structure):
+    """`Linear` of layers.h; the other two structures as well have its fields in its order."""
+
+    _fields_ = [("packed", POINTER), ("bias", POINTER)]
+
+
+class CLayer(ctypes.Structure):
+    """`Layer` of layers.h."""
+
+    _fields_ = [
+        ("input_norm", POINTER),
+        ("qk_norm", POINTER),
+        ("post_attention_norm", POINTER),
+        ("qkv", CLinear),
+        ("o", CLinear),
+        ("gate_up", CLinear),
+        ("down", CLinear),
+        ("keys", POINTER),
+        ("values", POINTER),
+    ]
+
+
+class CStep(ctypes.Structure):
+    """`Step` of layers.h."""
+
+    _fields_ = [
+        ("num_layers", SIZE),
+        ("hidden_size", SIZE),
+        ("heads", SIZE),
+        ("kv_heads", SIZE),
+        ("head_dim", SIZE),
+        ("intermediate_size", SIZE),
+        ("block_size", SIZE),
+        ("eps", NUMBER),
+        ("scale", NUMBER),
+        ("embedding", POINTER),
+        ("norm", POINTER),
+        ("cos", POINTER),
+        ("sin", POINTER),
+        ("layers", POINTER),
+        ("num_tokens", SIZE),
+        ("num_prefill_tokens", SIZE),
+        ("num_prefills", SIZE),
+        ("num_decodes", SIZE),
+        ("table_stride", SIZE),
+        ("threads", FLAG),
+        ("input_ids", POINTER),
+        ("positions", POINTER),
+        ("slots", POINTER),
+        ("starts", POINTER),
+        ("lengths", POINTER),
+        ("tables", POINTER),
+        ("output", POINTER),
+        ("work", POINTER),
+        ("angles", POINTER),
+    ]
+
+
+class NativeStep:
+    """The layers of one model over one KV memory, as one call. Holds both, because the table points into them."""
+
+    def __init__(self, run_layers: Callable[[int], None], model: Any, kv: KVStorage) -> None:
+        """`model`: a `Decoder` whose layers the kernels compute completely (`NativeBackend.step`)."""
+        config = model.config
+        self.model, self.kv = model, kv
+        self._run_layers = run_layers
+        self._known = list(model.layers)
+        layers = [_layer(layer, *kv.layer(index)) for index, layer in enumerate(model.layers)]
+        self._layers = (CLayer * len(layers))(*layers)
+        self._table = CStep(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size,
+            block_size=kv.config.spec.block_size,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            embedding=model.embedding.data_ptr(),
+            norm=model.norm.data_ptr(),
+            cos=model.rotary.cos.data_ptr(),
+            sin=model.rotary.sin.data_ptr(),
+            layers=ctypes.addressof(self._layers),
+        )
+        self._address = ctypes.addressof(self._table)
+        self._room = 0  # tokens that fit into the working memory
+
+    def takes(self, num_tokens: int, kv: KVStorage) -> bool:
+        """Return whether this is such a step: not too large, over this KV memory, and of the layers in the table."""
+        return num_tokens <= MOST_TOKENS and kv is self.kv and self._known == self.model.layers
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Return the hidden states `[num_tokens, hidden_size]` after the last norm.
+
+        `input_ids` and `positions` are int64 `[num_tokens]`.
+        """
+        num_tokens, tables = input_ids.shape[0], metadata.block_tables
+        if num_tokens > self._room:
+            self._make_room(max(num_tokens, 2 * self._room))
+        input_ids, positions = input_ids.contiguous(), positions.contiguous()
+        output = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self.model.dtype)
+        table = self._table
+        table.num_tokens, table.num_prefill_tokens = num_tokens, metadata.num_prefill_tokens
+        table.num_prefills, table.num_decodes = metadata.num_prefills, metadata.num_decodes
+        table.table_stride, table.threads = tables.stride(0), torch.get_num_threads()
+        table.input_ids, table.positions = input_ids.data_ptr(), positions.data_ptr()
+        table.slots, table.starts = metadata.slot_mapping.data_ptr(), metadata.query_start_loc.data_ptr()
+        table.lengths, table.tables = metadata.seq_lens.data_ptr(), tables.data_ptr()
+        table.output = output.data_ptr()
+        self._run_layers(self._address)
+        return output
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Allocate working memory for steps of up to `num_tokens` tokens; `run_layers` of layers.h divides it."""
+        config = self.model.config
+        heads = 3 * config.num_heads + 3 * config.num_kv_heads  # Q, K, V; Q and K normed; the attended values
+        width = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
+        self._work = torch.empty(num_tokens * width, dtype=self.model.dtype)
+        self._angles = torch.empty(num_tokens * config.head_dim)
+        self._table.work, self._table.angles = self._work.data_ptr(), self._angles.data_ptr()
+        self._room = num_tokens
+
+
+def _layer(layer: Any, keys: Tensor, values: Tensor) -> CLayer:
+    """Return the table's row of a `DecoderLayer`."""
+    attention, mlp = layer.attention, layer.mlp
+    return CLayer(
+        input_norm=layer.input_norm.data_ptr(),
+        qk_norm=_pointer(attention.qk_norm),
+        post_attention_norm=layer.post_attention_norm.data_ptr(),
+        qkv=_linear(attention.qkv_proj),
+        o=_linear(attention.o_proj),
+        gate_up=_linear(mlp.gate_up_proj),
+        down=_linear(mlp.down_proj),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+    )
+
+
+def _linear(linear: Any) -> CLinear:
+    return CLinear(packed=linear.packed.data_ptr(), bias=_pointer(linear.bias))
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

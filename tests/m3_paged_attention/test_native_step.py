@@ -1,0 +1,201 @@
+"""All layers in one call: bitwise the numbers of the layers one by one, and which steps and models run so."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from m1_single_request import DEFAULT_MODEL
+from m1_single_request.model_loader import LoadedModel
+from m1_single_request.trace_readers import Records
+from m3_paged_attention import LLMEngine, ModelConfig, SamplingParams, TraceConfig
+from m3_paged_attention.attention import native_library, native_step
+from m3_paged_attention.events import EagerSteps
+from m3_paged_attention.kv_storage import KVStorage
+from m3_paged_attention.linear import PlainLinear
+from m3_paged_attention.models.layers import DecoderLayer
+from m3_paged_attention.wiring import PARTS
+from tests.equivalence.models import save_random_model
+from tests.m3_paged_attention.test_decoder import Paged, load, tokens_of
+from tests.support.amounts import examples
+
+if OBSTACLE := native_library.obstacle():
+    pytest.skip(OBSTACLE, allow_module_level=True)
+
+WIDE = {"head_dim": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "norms of heads": ("qwen3", WIDE),
+    "no norms of heads, biases of Q, K and V": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "all biases": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}),
+    "one layer": ("qwen3", WIDE | {"num_hidden_layers": 1}),
+}
+
+
+def at_once_and_one_by_one(loaded: LoadedModel) -> tuple[Paged, Paged]:
+    """One model over two KV memories: it is prepared for the first, so steps over the second run layer by layer."""
+    at_once, one_by_one = Paged(loaded), Paged(loaded)
+    for paged in (at_once, one_by_one):
+        paged.kv.blocks.zero_()  # so that all of it can be compared
+    loaded.model.use_kv(at_once.kv)
+    assert loaded.model.eager_reason is None and loaded.model.step is not None
+    return at_once, one_by_one
+
+
+def check(pair: tuple[Paged, Paged], new: dict[str, int]) -> None:
+    """Run so many new tokens of each request; logits and KV are the same bits."""
+    batch = {rid: tokens_of(count, count) for rid, count in new.items()}
+    logits, expected = (paged.step(batch) for paged in pair)
+    assert all(torch.equal(logits[rid], expected[rid]) for rid in batch)
+    assert torch.equal(pair[0].kv.blocks, pair[1].kv.blocks)
+
+
+def counted(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return a function that returns the number of calls of all layers at once."""
+    calls: list[object] = []
+    step = loaded.model.step
+    run = step._run_layers
+    monkeypatch.setattr(step, "_run_layers", lambda table: (calls.append(table), run(table)))
+    return lambda: len(calls)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_are_bitwise_those_of_the_layers_one_by_one(name: str, dtype: str, tmp_path: Path) -> None:
+    architecture, overrides = MODELS[name]
+    directory = save_random_model(tmp_path, architecture, **overrides)
+    pair = at_once_and_one_by_one(load(directory, attention_backend="native", dtype=dtype))
+    for new in ({"a": 17, "b": 6}, {"c": 4, "a": 1, "b": 1}, {"b": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 3, "c": 2}):
+        check(pair, new)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load(Path(DEFAULT_MODEL), attention_backend="native")
+
+
+@settings(max_examples=examples(50))
+@given(st.lists(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1), min_size=1, max_size=6))
+def test_any_mixture_of_prompts_and_decodes_gives_the_same_numbers(
+    embedded: LoadedModel, steps: list[dict[str, int]]
+) -> None:
+    pair = at_once_and_one_by_one(embedded)
+    for new in steps:
+        check(pair, new)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_number_of_threads_gives_the_same_numbers(embedded: LoadedModel, threads: int) -> None:
+    torch.set_num_threads(threads)
+    try:
+        pair = at_once_and_one_by_one(embedded)
+        for new in ({"a": 40, "b": 90}, {"a": 1, "b": 1}):
+            check(pair, new)
+    finally:
+        torch.set_num_threads(1)
+
+
+# --- which steps, and which models ------------------------------------------------------------------------------------
+
+
+def test_a_step_with_too_many_tokens_runs_layer_by_layer(
+    embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = at_once_and_one_by_one(embedded)
+    num_calls = counted(embedded, monkeypatch)
+    monkeypatch.setattr(native_step, "MOST_TOKENS", 20)
+    for new, expected in (({"a": 21}, 0), ({"a": 1, "b": 19}, 1), ({"b": 1, "a": 20}, 1), ({"a": 1}, 2)):
+        check(pair, new)
+        assert num_calls() == expected
+
+
+def test_a_layer_that_is_replaced_is_called(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook, for example; where it is removed, the layers run at once again."""
+    pair = at_once_and_one_by_one(embedded)
+    num_calls, layers, seen = counted(embedded, monkeypatch), embedded.model.layers, []
+    original = layers[1]
+
+    def hook(*inputs: Any) -> Any:
+        seen.append(inputs)
+        return original(*inputs)
+
+    layers[1] = hook
+    try:
+        check(pair, {"a": 3})
+    finally:
+        layers[1] = original
+    assert (num_calls(), len(seen)) == (0, 2)
+    check(pair, {"a": 1})
+    assert (num_calls(), len(seen)) == (1, 2)
+
+
+class OtherStorage(KVStorage):
+    pass
+
+
+class OtherLayer(DecoderLayer):
+    pass
+
+
+def with_other_layer(model: Any) -> None:
+    model.layers[0].__class__ = OtherLayer
+
+
+def with_plain_linear(model: Any) -> None:
+    config = model.config
+    model.layers[1].mlp.down_proj = PlainLinear(torch.zeros(config.hidden_size, config.intermediate_size))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype", "change", "reason"),
+    [
+        ({"head_dim": 24}, "float32", None, "head_dim=24 is no multiple of 32"),
+        (WIDE | {"hidden_size": 72}, "float32", None, "hidden_size=72 is no multiple of 16"),
+        (WIDE | {"intermediate_size": 100}, "bfloat16", None, "intermediate_size=100 is no multiple of 16"),
+        (WIDE, "float16", None, "there are kernels for float32 and bfloat16, not for float16"),
+        (WIDE, "float32", with_other_layer, "OtherLayer is a class that it does not know"),
+        (WIDE, "float32", with_plain_linear, "a linear layer is of the class PlainLinear"),
+    ],
+)
+def test_a_model_that_the_call_does_not_know_runs_layer_by_layer_and_the_trace_says_why(
+    overrides: dict[str, Any], dtype: str, change: Callable[[Any], None] | None, reason: str, tmp_path: Path
+) -> None:
+    directory, records = save_random_model(tmp_path, "qwen3", **overrides), Records()
+
+    def load_changed(config: ModelConfig) -> LoadedModel:
+        loaded = PARTS["model_loader"](config)
+        if change is not None:
+            change(loaded.model)
+        return loaded
+
+    with LLMEngine(
+        model_config=ModelConfig(model=directory, dtype=dtype, attention_backend="native"),
+        trace_config=TraceConfig(readers=(records,)),
+        parts={"model_loader": load_changed},
+    ) as engine:
+        output = engine.generate("go on", SamplingParams(max_tokens=3))
+        assert len(output.outputs[0].token_ids) > 0
+    ((step, event),) = records.of(EagerSteps)
+    assert step == 0 and event.reason.startswith(reason) and event.reason in event.explain()
+
+
+def test_another_class_of_kv_memory_runs_layer_by_layer(embedded: LoadedModel) -> None:
+    """Its layers may have another layout."""
+    kv = Paged(embedded).kv
+    kv.__class__ = OtherStorage
+    embedded.model.use_kv(kv)
+    assert embedded.model.step is None
+    assert embedded.model.eager_reason == "OtherStorage is a class that it does not know"
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_an_engine_whose_layers_run_at_once_or_whose_backend_has_no_such_call_has_nothing_to_say(backend: str) -> None:
+    records = Records()
+    with LLMEngine(
+        model_config=ModelConfig(attention_backend=backend), trace_config=TraceConfig(readers=(records,))
+    ) as engine:
+        runner = engine.engine_core.executor.worker.model_runner
+        assert (runner.model.step is not None) == (backend == "native")
+    assert not records.of(EagerSteps)
