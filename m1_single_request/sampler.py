@@ -67,7 +67,7 @@ class Sampler:
         if max(token_ids, default=0) >= vocab_size:
             impossible = tuple(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
             tokens = tokens.clamp(max=vocab_size - 1)
-        logprobs: list[LogprobRow | None] = [None] * len(tokens)
+        logprobs: list[LogprobRow | None] = [None] * len(token_ids)
         asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
         if asked:
             counts = [k for k in metadata.num_logprobs if k is not None]

@@ -106,6 +106,6 @@ def _is_valid(token_ids: Any, logprobs: Any, most: int) -> bool:
     """Return whether these are the tokens of one row: 1 to `most` whole numbers, and as many log-probabilities."""
     try:
         count = len(token_ids)
-        return 1 <= count <= most and len(logprobs) == count and all(operator.index(i) >= 0 for i in token_ids)
+        return 1 <= count <= most and len(logprobs) == count and min(map(operator.index, token_ids)) >= 0
     except (TypeError, LookupError):
         return False

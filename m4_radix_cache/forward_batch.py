@@ -45,7 +45,7 @@ class ForwardBatch(ModelInput):
             prefix_lens, extend_lens = batch.prefix_lens, batch.extend_lens
             positions, ends = extend_positions(prefix_lens, extend_lens)
             last = on_device(ends - 1, device)
-        tables = pool.page_tables(batch.req_pool_indices, int(batch.seq_lens.max()), model_runner.page_size)
+        tables = pool.page_tables(batch.req_pool_indices, max(batch.seq_lens.tolist()), model_runner.page_size)
         columns = columns_on_device([batch.input_ids, positions, batch.out_cache_loc], device)
         return cls(
             input_ids=columns[0],

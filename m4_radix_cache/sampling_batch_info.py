@@ -174,9 +174,9 @@ class SamplingBatchInfo:
         """
         before = self.positions
         self.positions = before + counts
-        assert len(token_ids) == (self.positions - before).sum()
         if self.is_plain:
             return
+        assert len(token_ids) == (self.positions - before).sum()
         if self.bias is not None:
             self._allow_stops(self.bias, before)
         if self.seen is not None and self.output_counts is not None:

@@ -114,15 +114,14 @@ class ScheduleBatch:
 
     def prepare_for_decode(self) -> None:
         """Allocate a slot for the next token of every request. Call only after `check_decode_mem` returned True."""
-        pools, rows = self.pools, self.req_pool_indices
-        assert (pools.req_to_token_pool.lens[rows] == self.seq_lens).all(), "a row has slots unknown to the batch"
-        last_locs = pools.req_to_token_pool.req_to_token[rows, self.seq_lens - 1].astype(np.int64)
-        slots = pools.token_to_kv_pool_allocator.alloc_decode(self.seq_lens + 1, last_locs)
+        pool, rows = self.pools.req_to_token_pool, self.req_pool_indices
+        assert pool.lens[rows].tolist() == self.seq_lens.tolist(), "a row has slots unknown to the batch"
+        last_locs, after = pool.req_to_token[rows, self.seq_lens - 1].astype(np.int64), self.seq_lens + 1
+        slots = self.pools.token_to_kv_pool_allocator.alloc_decode(after, last_locs)
         assert slots is not None, "check_decode_mem was not called, or returned False"
-        pools.req_to_token_pool.append(rows, slots)
+        pool.append(rows, slots)
         self.forward_mode = ForwardMode.DECODE
-        self.input_ids, self.out_cache_loc = self.output_ids, slots
-        self.seq_lens = self.seq_lens + 1
+        self.input_ids, self.out_cache_loc, self.seq_lens = self.output_ids, slots, after
         self.prefix_lens = self.extend_lens = None
 
     def get_model_worker_batch(self) -> ModelWorkerBatch:

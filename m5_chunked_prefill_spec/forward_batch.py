@@ -98,7 +98,7 @@ class ForwardBatch(ModelInput):
         device, page_size = model_runner.device, model_runner.page_size
         rows, lens, prefix_lens, starts, columns = _in_layout_order(batch)
         input_ids, positions, slots = columns_on_device(columns, device)
-        longest = int(batch.seq_lens.max())
+        longest = max(batch.seq_lens.tolist())
         if rows[0] == NO_ROW:
             tables = np.zeros((len(rows), -(-longest // page_size)), dtype=np.int32)
         else:
@@ -130,10 +130,10 @@ def _in_layout_order(batch: NewTokens) -> _Layout:
     """Return the rows and tokens of a batch, requests with several new tokens first."""
     rows, lens = batch.req_pool_indices, batch.new_lens
     prefix_lens = batch.seq_lens - lens
-    is_alone = lens == 1
-    if is_alone.all():  # as in most steps: any order is valid
+    if len(batch.input_ids) == len(lens):  # one token each, as in most steps: any order is valid
         columns = [batch.input_ids, prefix_lens, batch.out_cache_loc]
         return _Layout(rows, lens, prefix_lens, _numbers(len(lens)), columns)
+    is_alone = lens == 1
     begins = np.cumsum(lens) - lens  # of each request's tokens in the batch
     if (is_alone[:-1] <= is_alone[1:]).all():  # prompts before decodes: the batch has the order of the layout
         columns = [batch.input_ids, ranges(prefix_lens, lens), batch.out_cache_loc]

@@ -69,10 +69,10 @@ class ScheduleBatch(PlainScheduleBatch):
         self.num_prompts, self.chunked_req = 0, None
         if not any(drafts):
             super().prepare_for_decode()
-            self.new_lens, self.drafts = np.ones(len(self.reqs), dtype=np.int64), []
+            self.new_lens, self.drafts = np.array([1] * len(self.reqs), dtype=np.int64), []
             return
         pool, rows = cast(ReqToTokenPool, self.pools.req_to_token_pool), self.req_pool_indices
-        assert (pool.lens[rows] == self.seq_lens).all(), "a row has slots unknown to the batch"
+        assert pool.lens[rows].tolist() == self.seq_lens.tolist(), "a row has slots unknown to the batch"
         last_locs = pool.req_to_token[rows, self.seq_lens - 1].astype(np.int64)
         self.new_lens, self.drafts = np.array([1 + len(own) for own in drafts]), list(drafts)
         after = self.seq_lens + self.new_lens

@@ -77,8 +77,9 @@ class ReqToTokenPool:
 
     def append(self, rows: npt.NDArray[np.int64], slots: Slots) -> None:
         """Append one token to each of `rows`, with these slots."""
-        self.req_to_token[rows, self.lens[rows]] = slots
-        self.lens[rows] += 1
+        ends = self.lens[rows]
+        self.req_to_token[rows, ends] = slots
+        self.lens[rows] = ends + 1
 
     def read(self, row: int, start: int, end: int) -> Slots:
         """Return the slots of the tokens `start` to `end - 1`: int64, a copy."""
