@@ -28,8 +28,7 @@ BUILD_PREFIX = ".building-"  # of the names of temporary build directories
 BUILD_BYTES = 2**20  # free disk space for a build; a linker that lacks it fails without a clear message
 DIGEST_SIZE = hashlib.sha256().digest_size
 
-POINTER, SIZE, FLAG, NUMBER = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-P, N, INT, F = POINTER, SIZE, FLAG, NUMBER
+P, N, INT, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float  # pointer, size, flag, number
 SIGNATURES = {
     "pack": (P, P, N, N, INT),
     "linear": (P, P, P, P, N, N, N, INT),

@@ -14,32 +14,30 @@ import torch
 from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.attention.native_library import FLAG, NUMBER, POINTER, SIZE
+from m3_paged_attention.attention.native_library import INT, F, N, P
 from m3_paged_attention.kv_storage import KVStorage
 
 MOST_TOKENS = 512
 """Maximum tokens of a step in one call. In a larger one the arithmetic takes far longer than the calls."""
 
 
-class CLinear(ctypes.Structure):
-    """`Linear` of layers.h; the other two structures as well have its fields in its order."""
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
 
-    _fields_ = [("packed", POINTER), ("bias", POINTER)]
+
+class CLinear(ctypes.Structure):
+    """`Linear` of layers.h; this and the other two structures have its fields in its order."""
+
+    _fields_ = _fields(P, "packed bias")
 
 
 class CLayer(ctypes.Structure):
     """`Layer` of layers.h."""
 
     _fields_ = [
-        ("input_norm", POINTER),
-        ("qk_norm", POINTER),
-        ("post_attention_norm", POINTER),
-        ("qkv", CLinear),
-        ("o", CLinear),
-        ("gate_up", CLinear),
-        ("down", CLinear),
-        ("keys", POINTER),
-        ("values", POINTER),
+        *_fields(P, "input_norm qk_norm post_attention_norm"),
+        *_fields(CLinear, "qkv o gate_up down"),
+        *_fields(P, "keys values"),
     ]
 
 
@@ -47,35 +45,12 @@ class CStep(ctypes.Structure):
     """`Step` of layers.h."""
 
     _fields_ = [
-        ("num_layers", SIZE),
-        ("hidden_size", SIZE),
-        ("heads", SIZE),
-        ("kv_heads", SIZE),
-        ("head_dim", SIZE),
-        ("intermediate_size", SIZE),
-        ("block_size", SIZE),
-        ("eps", NUMBER),
-        ("scale", NUMBER),
-        ("embedding", POINTER),
-        ("norm", POINTER),
-        ("cos", POINTER),
-        ("sin", POINTER),
-        ("layers", POINTER),
-        ("num_tokens", SIZE),
-        ("num_prefill_tokens", SIZE),
-        ("num_prefills", SIZE),
-        ("num_decodes", SIZE),
-        ("table_stride", SIZE),
-        ("threads", FLAG),
-        ("input_ids", POINTER),
-        ("positions", POINTER),
-        ("slots", POINTER),
-        ("starts", POINTER),
-        ("lengths", POINTER),
-        ("tables", POINTER),
-        ("output", POINTER),
-        ("work", POINTER),
-        ("angles", POINTER),
+        *_fields(N, "num_layers hidden_size heads kv_heads head_dim intermediate_size block_size"),
+        *_fields(F, "eps scale"),
+        *_fields(P, "embedding norm cos sin layers"),
+        *_fields(N, "num_tokens num_prefill_tokens num_prefills num_decodes table_stride"),
+        *_fields(INT, "threads"),
+        *_fields(P, "input_ids positions slots starts lengths tables output work angles"),
     ]
 
 

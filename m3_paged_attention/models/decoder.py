@@ -13,9 +13,12 @@ from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.registry import Backend, Step
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.architecture import DecoderConfig
-from m3_paged_attention.models.layers import DecoderLayer
+from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
 from m3_paged_attention.models.rotary import RotaryTable
 from m3_paged_attention.models.weights import DecoderWeights
+
+KNOWN = (KVStorage, DecoderLayer, Attention, MLP)
+"""Classes whose work is known to a backend that runs all layers in one call; not their subclasses."""
 
 
 class Decoder:
@@ -35,18 +38,17 @@ class Decoder:
             self.layers.append(DecoderLayer(config, weights.layers.pop(0), backend))
         self.head = backend.linear(weights.head)
         self.step: Step | None = None
-        """All layers in one call, if the backend has that (`use_kv`)."""
+        """All layers in one call, if the backend has one for this model and its KV memory (`use_kv`)."""
         self.eager_reason: str | None = None
-        """Why not, although it has."""
+        """Reason why the backend's one call does not compute this model; None: it does, or the backend has none."""
 
     def use_kv(self, kv: KVStorage) -> None:
-        """Prepare the steps over `kv`, the engine's KV memory."""
-        odd = [part for part in (kv, *self.layers) if type(part) not in (KVStorage, DecoderLayer)]
-        found = f"{type(odd[0]).__name__} is a class that it does not know" if odd else self.backend.step(self, kv)
-        if isinstance(found, str):
-            self.step, self.eager_reason = None, found
-        else:
-            self.step, self.eager_reason = found, None
+        """Prepare the steps over `kv`, the engine's KV memory. Call it again after a part of a layer was replaced."""
+        parts: list[object] = [kv, *self.layers]
+        parts += [part for layer in self.layers if type(layer) is DecoderLayer for part in (layer.attention, layer.mlp)]
+        unknown = [type(part).__name__ for part in parts if type(part) not in KNOWN]
+        found = f"the class {unknown[0]} is not known to it" if unknown else self.backend.step(self, kv)
+        self.step, self.eager_reason = (None, found) if isinstance(found, str) else (found, None)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv: KVStorage, metadata: AttentionMetadata) -> Tensor:
         """Run the tokens of a step, `input_ids` and `positions` int64 `[num_tokens]`, and write their KV to `kv`.

@@ -3,7 +3,7 @@
 import dataclasses
 
 from m1_single_request.trace_event import Event
-from m3_paged_attention.events import BackendChosen, KVSized, ThreadsChanged
+from m3_paged_attention.events import BackendChosen, EagerSteps, KVSized, ThreadsChanged
 from m3_paged_attention.kv_events import (
     BlockCopied,
     BlocksAllocated,
@@ -34,6 +34,9 @@ EXAMPLES: dict[Event, list[str]] = {
     BackendChosen(asked="torch", backend="torch", obstacle=None): ["Kernels: torch, as asked for."],
     ThreadsChanged(num_threads=1, limit=2, num_cores=2, other_cores=0.97): ["1 of 2 CPU threads", "1.0 of 2 cores"],
     BackendChosen(asked="auto", backend="torch", obstacle="no compiler"): ["torch;", "cannot run here: no compiler."],
+    EagerSteps(reason="head_dim=24 is no multiple of 32"): [
+        "operations of its layers one by one", "not all layers at once: head_dim=24 is no multiple of 32.",
+    ],
     SIZED: ["512.0 MiB / 256.0 KiB per block = 2,048 blocks of 16 tokens", "block 0", "32,752 tokens", "32.0 requests"],
     dataclasses.replace(SIZED, num_blocks=64, num_bytes=65 * 2**18, max_num_seqs=1): [
         "1 request of 64 blocks at most never fill more than 64, so no more are made",

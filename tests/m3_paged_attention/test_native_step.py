@@ -16,7 +16,7 @@ from m3_paged_attention.attention import native_library, native_step
 from m3_paged_attention.events import EagerSteps
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.linear import PlainLinear
-from m3_paged_attention.models.layers import DecoderLayer
+from m3_paged_attention.models.layers import MLP, DecoderLayer
 from m3_paged_attention.wiring import PARTS
 from tests.equivalence.models import save_random_model
 from tests.m3_paged_attention.test_decoder import Paged, load, tokens_of
@@ -139,8 +139,16 @@ class OtherLayer(DecoderLayer):
     pass
 
 
+class OtherMLP(MLP):
+    pass
+
+
 def with_other_layer(model: Any) -> None:
     model.layers[0].__class__ = OtherLayer
+
+
+def with_other_mlp(model: Any) -> None:
+    model.layers[1].mlp.__class__ = OtherMLP
 
 
 def with_plain_linear(model: Any) -> None:
@@ -155,7 +163,8 @@ def with_plain_linear(model: Any) -> None:
         (WIDE | {"hidden_size": 72}, "float32", None, "hidden_size=72 is no multiple of 16"),
         (WIDE | {"intermediate_size": 100}, "bfloat16", None, "intermediate_size=100 is no multiple of 16"),
         (WIDE, "float16", None, "there are kernels for float32 and bfloat16, not for float16"),
-        (WIDE, "float32", with_other_layer, "OtherLayer is a class that it does not know"),
+        (WIDE, "float32", with_other_layer, "the class OtherLayer is not known to it"),
+        (WIDE, "float32", with_other_mlp, "the class OtherMLP is not known to it"),
         (WIDE, "float32", with_plain_linear, "a linear layer is of the class PlainLinear"),
     ],
 )
@@ -187,7 +196,7 @@ def test_another_class_of_kv_memory_runs_layer_by_layer(embedded: LoadedModel) -
     kv.__class__ = OtherStorage
     embedded.model.use_kv(kv)
     assert embedded.model.step is None
-    assert embedded.model.eager_reason == "OtherStorage is a class that it does not know"
+    assert embedded.model.eager_reason == "the class OtherStorage is not known to it"
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

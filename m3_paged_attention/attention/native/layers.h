@@ -51,8 +51,9 @@ template <class T> void attention_of(const Step<T>& s, const Layer<T>& layer, co
     }
     if (s.num_decodes) {
         const Shape shape = {s.num_decodes, s.heads, s.kv_heads, s.head_dim, s.block_size, stride, s.table_stride};
-        attend(query + s.num_prefill_tokens * stride, layer.keys, layer.values, s.tables + s.num_prefills * s.table_stride,
-               s.lengths + s.num_prefills, output + s.num_prefill_tokens * width, shape, s.scale, s.threads);
+        const int32_t* tables = s.tables + s.num_prefills * s.table_stride;
+        attend(query + s.num_prefill_tokens * stride, layer.keys, layer.values, tables, s.lengths + s.num_prefills,
+               output + s.num_prefill_tokens * width, shape, s.scale, s.threads);
     }
 }
 
