@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import HERE, OUTPUT, RESULTS, BenchmarkError, check_positive
 from benchmarks.compare import measure, paired
-from benchmarks.engines import TEXT_MODEL
+from benchmarks.engines import TEXT_MODEL, merged
 from benchmarks.lesson import SEED, Row
 from benchmarks.machine import commit_of, environment
 from benchmarks.metrics import ttfts_of
@@ -33,6 +33,8 @@ class Case:
     """`tok/s`: of all requests together; `tok/s of a step`: the median of the steps; `first tokens/s`: one divided by
     the median time to a first token."""
     settings: Row = field(default_factory=dict)
+    process: Row = field(default_factory=dict)
+    """More keywords of `side.Measured`."""
     times: int = 1
     """Number of runs of a round."""
 
@@ -50,23 +52,34 @@ def work(number: int, length: int, prompts: tuple[int, int] = (32, 32), shared: 
     return {"number": number, "prompts": prompts, "outputs": (length, length), "seed": SEED, "shared": shared}
 
 
+NATIVE = {"model": {"attention_backend": "native"}}
 CASES = {
     "m1": Case("m1", work(1, 256)),
     "m2": Case("m2", work(16, 96)),
     "m3": Case("m3", work(16, 192)),
+    "m3, one stream, 2 threads": Case("m3", work(1, 384), process={"threads": 2}),
     "m4, shared prefixes": Case("m4", work(16, 24, (256, 256), 224)),
     "m5, ragged": Case("m5", work(64, 24, (4, 128)), settings={"scheduler": {"max_num_seqs": 64}}),
     "m6, a decode step": Case("m6", work(16, 96), "tok/s of a step"),
+    "m6, one stream, 2 threads": Case("m6", work(1, 384), process={"threads": 2}),
     "m6, two engines": Case(
         "m6", work(1, 2), "first tokens/s", {"disaggregation": {"prefill": 1, "decode": 1}}, times=16
     ),
+}
+CASES |= {
+    f"{milestone}, Python of a decode step, {number} at once": Case(
+        milestone, work(number, 384), "tok/s of a step", NATIVE, process={"without_kernels": True, "threads": 1}
+    )
+    for milestone in ("m3", "m4", "m5", "m6")
+    for number in (1, 16)
 }
 
 
 def row_of(name: str, before: Path, rounds: int) -> Row:
     """Measure a case in turns, and return its row in the table."""
     case = CASES[name]
-    spec = {"milestone": case.milestone, "settings": {"model": {"device": "cpu", "dtype": "float32"}} | case.settings}
+    settings = merged({"model": {"device": "cpu", "dtype": "float32"}}, case.settings)
+    spec = {"milestone": case.milestone, "settings": settings} | case.process
     sides = {"before": spec | {"checkout": str(before)}, "now": spec | {"checkout": str(HERE)}}
     row = paired(measure(sides, {"drawn": case.work, "times": case.times}, rounds), case.speed)
     ratios = [now / then for then, now in zip(*row["speeds"].values(), strict=True)]

@@ -155,15 +155,8 @@ class Engines:
         key = f"{milestone} {of} {parts} {sorted(settings.items())}"
         if key not in self._engines:
             own, parts = of or self.model, dict(parts or {})
-            defaults: dict[str, dict[str, Any]] = {
-                "model": {
-                    "model": own.directory,
-                    "device": "cpu",
-                    "dtype": own.dtype,
-                    "max_model_len": self.max_model_len,
-                    "seed": self.seed,
-                }
-            }
+            model: dict[str, Any] = {"model": own.directory, "device": "cpu", "dtype": own.dtype, "seed": self.seed}
+            defaults = {"model": model | {"max_model_len": self.max_model_len}}
             if milestone not in ("m1", "m2"):  # their models are transformers', which m2 changes
                 defaults["model"]["load_format"] = own.load_format
                 if not {"num_blocks", "max_total_tokens"} & set(settings.get("cache", ())):

@@ -85,8 +85,8 @@ class Forwards:
     def _steps(self, work: Callable[[], object]) -> list[Step]:
         if hasattr(self.engine, "flush_cache"):
             self.engine.flush_cache()
-        seen = watched(self.engine, work, Batch, StepDone)
-        return [(b, s.execute_ms / 1e3) for b, s in zip(seen.of(Batch), seen.of(StepDone), strict=True)]
+        batches, steps = watched(self.engine, work, Batch, StepDone)
+        return [(batch, step.execute_ms / 1e3) for batch, step in zip(batches, steps, strict=True)]
 
     def _point(self, kind: str, size: int, steps: Sequence[Step]) -> Row:
         """Return the median of steps of the same kind, and the costs of one of them."""

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Self
 
 from benchmarks import HERE, BenchmarkError, Row
@@ -80,14 +80,17 @@ class Measured:
         parts: str | None = None,
         threads: int | None = None,
         beside_busy: bool = False,
+        without_kernels: bool = False,
     ) -> None:
         import torch
 
+        from benchmarks.empty_kernels import empty_kernels
         from benchmarks.engines import build, parts_from
 
         if threads is not None:
             torch.set_num_threads(threads)
-        self.engine = build(milestone, parts=parts_from(parts) if parts else None, **settings)
+        with empty_kernels() if without_kernels else nullcontext():
+            self.engine = build(milestone, parts=parts_from(parts) if parts else None, **settings)
         self.beside_busy = beside_busy
 
     def measure(self, workload: Row) -> Row:

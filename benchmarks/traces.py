@@ -9,7 +9,7 @@ from rich.console import Console
 
 from m1_single_request.events import EngineStarted, StepDone
 from m1_single_request.output_events import Sampled
-from m1_single_request.trace_readers import ConsoleReader
+from m1_single_request.trace_readers import ConsoleReader, Records
 from m1_single_request.tracer import TraceRecord
 from m3_paged_attention.events import BackendChosen, ThreadsChanged
 
@@ -47,35 +47,15 @@ def written(run: Callable[[Decisions], object], decisions: Decisions | None = No
     return decisions.text()
 
 
-class Keep:
-    """A trace reader that keeps events of some kinds, in their order."""
-
-    def __init__(self, *kinds: type) -> None:
-        self.kinds = kinds
-        self.records: list[TraceRecord] = []
-
-    def read(self, record: TraceRecord) -> None:
-        """Keep an event of one of the kinds."""
-        if isinstance(record.event, self.kinds):
-            self.records.append(record)
-
-    def close(self) -> None:
-        """Release nothing."""
-
-    def of(self, kind: type) -> list[Any]:
-        """Return the events of one kind."""
-        return [record.event for record in self.records if isinstance(record.event, kind)]
-
-
-def watched(engine: Any, call: Callable[[], object], *kinds: type) -> Keep:
-    """Run something with a reader of these events attached."""
-    reader = Keep(*kinds)
-    engine.tracer.attach(reader)
+def watched(engine: Any, call: Callable[[], object], *kinds: type) -> list[list[Any]]:
+    """Run something, and return its events of each of these kinds."""
+    records = Records()
+    engine.tracer.attach(records)
     try:
         call()
     finally:
-        engine.tracer.detach(reader)
-    return reader
+        engine.tracer.detach(records)
+    return [[event for _, event in records.of(kind)] for kind in kinds]
 
 
 def phases(steps: Sequence[StepDone]) -> dict[str, float]:

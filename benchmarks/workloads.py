@@ -129,9 +129,8 @@ def shared(args: Arguments) -> Workload:
     rng = Random(args.seed)
     prefixes = [tokens(rng, 384) for _ in range(args.number // 8 + 1)]
     arrivals = args.arrivals()
-    return Workload(
-        [Request(prefixes[number // 8] + tokens(rng, 32), 24, next(arrivals)) for number in range(args.number)]
-    )
+    requests = [Request(prefixes[i // 8] + tokens(rng, 32), 24, next(arrivals)) for i in range(args.number)]
+    return Workload(requests)
 
 
 def chat(args: Arguments) -> Workload:
@@ -151,9 +150,8 @@ def streams(args: Arguments) -> Workload:
     rng, arrivals = Random(args.seed), args.arrivals()
     places = [next(arrivals) if args.rate else 12.0 * (i + 1) for i in range(args.number)]
     prompts = [Request(tokens(rng, 512), 8, at) for at in places]
-    return streams_beside(
-        prompts, number=4, num_tokens=128, clock="seconds" if args.rate else "tokens", seed=args.seed + 1
-    )
+    clock: Clock = "seconds" if args.rate else "tokens"
+    return streams_beside(prompts, number=4, num_tokens=128, clock=clock, seed=args.seed + 1)
 
 
 def memory(args: Arguments) -> Workload:

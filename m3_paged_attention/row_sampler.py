@@ -127,8 +127,8 @@ class RowSampler:
             errors = {req_ids[i]: not_finite(req_ids[i]) for i in broken}
         metadata = batch.metadata()
         chosen = self.sampler(logits, metadata)
-        impossible = [req_ids[i] for i in chosen.impossible_rows if req_ids[i] not in errors]
-        errors |= {req_id: impossible_row(req_id) for req_id in impossible}
+        for i in chosen.impossible_rows:
+            errors.setdefault(req_ids[i], impossible_row(req_ids[i]))
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in errors]
         for i in kept:
             self.tracer.emit(sampled_row, req_ids[i], batch, logits, metadata, chosen, i, self.token_text)

@@ -52,11 +52,11 @@ class GPUWorker:
         """Allocate the KV memory. Raises `ConfigError` if the machine has less."""
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
-    @torch.inference_mode()
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
         """Run a step, described in the format of the model runner; return its tokens."""
-        with self._on_device, self._step_threads:  # triton runs a kernel on the current device, not on the
-            return self.model_runner.execute_model(decision)  # device of its arguments
+        # Triton runs a kernel on the current device, not on the device of its arguments.
+        with torch.inference_mode(), self._on_device, self._step_threads:
+            return self.model_runner.execute_model(decision)
 
     def free_request(self, request_id: str) -> None:
         """Remove the state of a request; does nothing for an unknown id."""

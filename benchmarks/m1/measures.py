@@ -53,9 +53,8 @@ class Bench:
             return seconds_of(lambda: self.model(input_ids=ids, use_cache=False, logits_to_keep=1))
 
         def remember() -> float:
-            seconds = seconds_of(
-                lambda: self.model(input_ids=ids[:, -1:], cache=cache, use_cache=True, logits_to_keep=1)
-            )
+            newest = ids[:, -1:]
+            seconds = seconds_of(lambda: self.model(input_ids=newest, cache=cache, use_cache=True, logits_to_keep=1))
             cache.crop(-1)
             return seconds
 
@@ -111,8 +110,8 @@ class Bench:
     def step_phases(self, context: int) -> dict[str, float]:
         """Return the median seconds of each phase of a decode step, from the trace."""
         params = SamplingParams(max_tokens=33, ignore_eos=True)
-        seen = watched(self.engine, lambda: self.engine.generate(self.prompt(context), params), StepDone)
-        return phases(seen.of(StepDone)[1:])
+        (steps,) = watched(self.engine, lambda: self.engine.generate(self.prompt(context), params), StepDone)
+        return phases(steps[1:])
 
     def queue(self) -> list[Row]:
         """Measure requests that arrive together and are answered one after another: the first token of each."""

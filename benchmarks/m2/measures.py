@@ -80,19 +80,17 @@ def _row(name: str, side: Side, seconds: float, work: Workload) -> Row:
 def phases(work: Workload) -> dict[str, float]:
     """Return the median seconds of each phase of a decode step with 16 requests."""
     with engines() as made:
-        seen = watched(engine := made("m2"), lambda: answer(engine, work), Batch, StepDone)
-    most = max(len(batch.rids) for batch in seen.of(Batch))
-    modes = zip(seen.of(Batch), seen.of(StepDone), strict=True)
-    return traces.phases([step for batch, step in modes if batch.mode == "decode" and len(batch.rids) == most])
+        batches, steps = watched(engine := made("m2"), lambda: answer(engine, work), Batch, StepDone)
+    most, pairs = max(len(batch.rids) for batch in batches), zip(batches, steps, strict=True)
+    return traces.phases([step for batch, step in pairs if batch.mode == "decode" and len(batch.rids) == most])
 
 
 def limits(work: Workload, rounds: int) -> dict[str, list[Row]]:
     """Measure what `max_num_seqs` and `max_num_batched_tokens` do to throughput and waiting."""
+    budgets = [{"max_num_seqs": 16, "max_num_batched_tokens": number} for number in BUDGETS]
     return {
         "max_num_seqs": limited(work, rounds, [{"max_num_seqs": seqs} for seqs in SEQS]),
-        "max_num_batched_tokens": limited(
-            work, rounds, [{"max_num_seqs": 16, "max_num_batched_tokens": number} for number in BUDGETS]
-        ),
+        "max_num_batched_tokens": limited(work, rounds, budgets),
     }
 
 
@@ -124,11 +122,10 @@ def padding(work: Workload) -> list[Row]:
 
 def padded(engine: Any, seqs: int, work: Workload) -> Row:
     """Count what one engine pads."""
-    seen = watched(engine, lambda: answer(engine, work), Forward, KVUsage)
-    usage = seen.of(KVUsage)
+    forwards, usage = watched(engine, lambda: answer(engine, work), Forward, KVUsage)
     row: Row = {"max_num_seqs": seqs, "steps": len(usage)}
     for mode in ("prefill", "decode"):
-        own = [forward for forward in seen.of(Forward) if forward.mode == mode]
+        own = [forward for forward in forwards if forward.mode == mode]
         row[mode] = {
             "useful": sum(f.useful_tokens for f in own),
             "padded": sum(f.padded_tokens for f in own),

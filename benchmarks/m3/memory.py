@@ -53,14 +53,14 @@ def paged(engines: Engines, max_num_seqs: int, block_size: int = 16) -> Any:
 
 
 def _paged_steps(engine: Any, call: Callable[[], object]) -> Steps:
-    usage: list[BlocksUsed] = watched(engine, call, BlocksUsed).of(BlocksUsed)
+    (usage,) = watched(engine, call, BlocksUsed)
     return [{"reserved": u.num_used * u.block_size, "held": u.tokens_held, "shared": u.num_shared} for u in usage]
 
 
 def _dense_steps(engines: Engines, work: Workload, max_num_seqs: int, slot_len: int) -> Steps:
     """Return the steps of m2, where all slots are reserved from the first step to the last."""
     engine = engines("m2", model={"max_model_len": slot_len}, scheduler={"max_num_seqs": max_num_seqs})
-    usage: list[DenseUsage] = watched(engine, lambda: answer(engine, work), DenseUsage).of(DenseUsage)
+    (usage,) = watched(engine, lambda: answer(engine, work), DenseUsage)
     per_token = engine.engine_core.executor.worker.model_runner.kv_bytes_per_token
     return [{"reserved": u.kv_bytes_reserved // per_token, "held": u.kv_bytes_used // per_token} for u in usage]
 
@@ -104,8 +104,7 @@ def preemption(engines: Engines, work: Workload, *, max_num_seqs: int, rounds: i
 def _preempted(side: Side, seconds: float, roomy: Side) -> Row:
     """Count, in one more run, the tokens that went through the model and those that were moved."""
     work = side.work
-    seen = watched(side.engine, lambda: answer(side.engine, work), Batch, Preempted)
-    batches, preempted = seen.of(Batch), seen.of(Preempted)
+    batches, preempted = watched(side.engine, lambda: answer(side.engine, work), Batch, Preempted)
     necessary = work.num_prompt_tokens + work.num_output_tokens - len(work.requests)  # the last is never fed in
     computed = sum(batch.total_tokens for batch in batches)
     return {
@@ -155,12 +154,11 @@ def parallel_sampling(engines: Engines, *, prompt_len: int, num_tokens: int, rou
 
 def _sharing(engine: Any, call: Callable[[], object]) -> Row:
     """Count, in one more run, the tokens that were prefilled and the blocks that were taken."""
-    seen = watched(engine, call, Batch, BlocksUsed, BlockCopied)
-    usage = seen.of(BlocksUsed)
+    batches, usage, copies = watched(engine, call, Batch, BlocksUsed, BlockCopied)
     return {
-        "prefill_tokens": sum(n for batch in seen.of(Batch) for n in batch.extend_lens if n > 1),
+        "prefill_tokens": sum(n for batch in batches for n in batch.extend_lens if n > 1),
         "peak_blocks": max(u.num_used for u in usage),
         "peak_shared": max(u.num_shared for u in usage),
-        "blocks_copied": len(seen.of(BlockCopied)),
+        "blocks_copied": len(copies),
         "per_step": [{"used": u.num_used, "shared": u.num_shared} for u in usage],
     }

@@ -22,7 +22,8 @@ from m4_radix_cache.mem_cache.radix_key import RadixKey
 PAGE_SIZE = 16
 PAGE_SIZES = (1, 4, 16, 64)
 CAPACITIES = tuple(2**n * 1024 for n in range(2, 10))  # tokens: 4 Ki to 512 Ki
-DESIGNS: dict[str, Callable[..., BasePrefixCache]] = {"tree": RadixCache, "hashes": BlockHashCache}
+Design = Callable[..., BasePrefixCache]
+DESIGNS: dict[str, Design] = {"tree": RadixCache, "hashes": BlockHashCache}
 OPERATIONS = {
     "match": ("match_prefix",),
     "insert": ("insert",),
@@ -58,17 +59,14 @@ def eviction(num_requests: int | None = None) -> Row:
     trace = recorded()[:num_requests]
     requests, room_for_all = prepared(trace), sum(request.prompt + request.output for request in trace)
 
-    def rates(cache_class: Callable[..., BasePrefixCache], policy: str) -> Row:
-        found = [
-            replay(Server(cache_class, num_tokens=size, page_size=PAGE_SIZE, policy=policy), requests)
-            for size in CAPACITIES
-        ]
+    def rate(cache_class: Design, num_tokens: int, policy: str = "lru", page_size: int = PAGE_SIZE) -> HitRate:
+        return replay(Server(cache_class, num_tokens=num_tokens, page_size=page_size, policy=policy), requests)
+
+    def rates(cache_class: Design, policy: str) -> Row:
+        found = [rate(cache_class, size, policy) for size in CAPACITIES]
         return {"all": [rate.all for rate in found], "paying": [rate.paying for rate in found]}
 
-    unlimited = {
-        page_size: replay(Server(RadixCache, num_tokens=room_for_all, page_size=page_size), requests)
-        for page_size in PAGE_SIZES
-    }
+    unlimited = {page_size: rate(RadixCache, room_for_all, page_size=page_size) for page_size in PAGE_SIZES}
     return {
         "trace": describe(trace),
         "page_size": PAGE_SIZE,
@@ -89,9 +87,8 @@ def designs(capacity: int, rounds: int, num_requests: int | None = None) -> Row:
     trace = recorded()[:num_requests]
     asked = sum(request.prompt for request in trace)
     sides = {f"{design}, pages of {page_size}": (design, page_size) for page_size in PAGE_SIZES for design in DESIGNS}
-    runs = in_turns(
-        {name: lambda key=key: run_design(*key, capacity, trace) for name, key in sides.items()}, rounds=rounds
-    )
+    calls = {name: lambda key=key: run_design(*key, capacity, trace) for name, key in sides.items()}
+    runs = in_turns(calls, rounds=rounds)
     return {
         "trace": describe(trace),
         "capacity": capacity,

@@ -32,9 +32,6 @@ def parts(size: Size) -> Parts:
     }
 
 
-def environment(quick: bool) -> dict[str, str]:
-    """Return the environment's entries: backend and draft model."""
-    return lesson.backend() | {"draft_model": "tiny-qwen3-draft"}
-
-
-LESSON = Lesson("m5_chunked_prefill_spec", parts, environment=environment)
+LESSON = Lesson(
+    "m5_chunked_prefill_spec", parts, environment=lambda quick: lesson.backend() | {"draft_model": "tiny-qwen3-draft"}
+)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.m5.trace import MEMORY, steps
 from benchmarks.plots import bare, box, legend, panels, shortened
-from benchmarks.traces import Keep
+from m1_single_request.trace_readers import Records
 from m5_chunked_prefill_spec.events import Verified
 
 REQUEST, SHOWN_STEPS = "ann", (3, 4, 5, 6)
@@ -39,8 +39,8 @@ class Moment:
 
 def watch() -> tuple[dict[int, Verified], list[Moment]]:
     """Run the requests of the page; return her verifications by step, and moments of her row."""
-    keep, moments = Keep(Verified), list[Moment]()
-    run = steps(keep)
+    records, moments = Records(), list[Moment]()
+    run = steps(records)
     core: Any = next(run).engine_core
     req, execute = core.scheduler.requests[REQUEST], core.executor.execute_model
 
@@ -62,8 +62,7 @@ def watch() -> tuple[dict[int, Verified], list[Moment]]:
         step += 1
         if step - 1 in (4, 5):
             note(f"after step {step - 1}", [])
-    own = {record.step: record.event for record in keep.records if record.event.rid == REQUEST}  # type: ignore[attr-defined]
-    return own, moments  # type: ignore[return-value]
+    return {step: event for step, event in records.of(Verified) if event.rid == REQUEST}, moments
 
 
 def accepted(verified: dict[int, Verified]) -> Figure:

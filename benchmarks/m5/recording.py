@@ -33,14 +33,14 @@ def steps(engines: Engines) -> Row:
         work = FILLED.workload()
         streams = [Request(prompt, FILLED.stream_tokens) for prompt in questions]
         beside = Workload([*streams, *work.requests[FILLED.num_streams :]], "tokens")
-        seen = watched(engine, lambda engine=engine, work=beside: serve(engine, work, flush=False), Batch)
+        (batches,) = watched(engine, lambda engine=engine, work=beside: serve(engine, work, flush=False), Batch)
         found[schedule] = [
             {
                 "prompt": batch.num_prompt_tokens,
                 "decodes": len(batch.rids) - batch.num_prompts,
                 "guesses": batch.num_draft_tokens,
             }
-            for batch in seen.of(Batch)
+            for batch in batches
         ]
     return {"budget": BUDGET, "traffic": FILLED.describe(), "schedules": found}
 
@@ -61,7 +61,7 @@ def answer_of(engine: Any, request: Request, tokenizer: Any) -> Row:
     """Return the texts and origins of an answer's tokens, and the number of its steps."""
     prompt, params, origins = encoded(engine, request.prompt), request_params(engine, request), TokenOrigins()
     engine.tracer.attach(origins)
-    steps = watched(engine, lambda: engine.generate(prompt, params), Batch).of(Batch)
+    (steps,) = watched(engine, lambda: engine.generate(prompt, params), Batch)
     engine.tracer.detach(origins)
     (found,) = origins.tokens.values()
     tokens = [[tokenizer.decode([token_id]), "plain" if origin == "own" else origin] for token_id, origin in found]

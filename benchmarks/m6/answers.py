@@ -81,11 +81,9 @@ def tower(engines: Engines, numbers: Sequence[int], *, rounds: int) -> Row:
     network: Any = engine.engine_core.encoder.tower
     found: Row = {}
     for size in (SMALL, LARGE):
-        items = []
-        for number in range(max(numbers)):
-            prompt = engine.chat_prompt([message(pixels(number, size), QUESTION)])
-            item = prompt.multimodal_inputs.mm_items[0]
-            items.append((torch.from_numpy(item.feature), item.grid_thw))
+        prompts = [engine.chat_prompt([message(pixels(number, size), QUESTION)]) for number in range(max(numbers))]
+        pictures = [prompt.multimodal_inputs.mm_items[0] for prompt in prompts]
+        items = [(torch.from_numpy(picture.feature), picture.grid_thw) for picture in pictures]
         rows = []
         for count in numbers:
             own = items[:count]

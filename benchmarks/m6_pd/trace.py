@@ -10,7 +10,7 @@ import re
 from benchmarks.m6.trace import CONFIGS, PARAMS, STAR
 from benchmarks.texts import message
 from benchmarks.traces import stepped
-from m1_single_request.tracer import TraceRecord
+from m1_single_request.tracer import TraceReader, TraceRecord
 from m6_multimodal_pd import DisaggregationConfig, LLMEngine, TraceConfig
 from m6_multimodal_pd.disaggregation.events import Reported
 
@@ -35,7 +35,7 @@ REPORTED = (
 TIMES = re.compile(r",? in [\d.]+ ms( \([\d.]+ GB/s\))?")
 
 
-class Followed:
+class Followed(TraceReader):
     """A trace reader of some requests: a line for each event, with the engine that it comes from."""
 
     def __init__(self, *rids: str) -> None:
@@ -54,9 +54,6 @@ class Followed:
 
     def _add(self, engine: str, text: str) -> None:
         self.lines.append(f"{engine:<10}{TIMES.sub('', text)}")
-
-    def close(self) -> None:
-        """Release nothing."""
 
 
 def traced_steps() -> str:

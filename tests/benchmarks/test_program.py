@@ -4,14 +4,20 @@ import json
 import re
 
 import pytest
+import torch
 
 from benchmarks import HERE, RESULTS, lesson
 from benchmarks.__main__ import COMMANDS, main
+from benchmarks.against import CASES, work
+from benchmarks.empty_kernels import TOKEN, empty_kernels
 from benchmarks.report import sections
+from benchmarks.side import SideProcess
+from m3_paged_attention.attention import native_library
 from tests.structure.circles import files_import_in_one_direction
 from tests.structure.sources import Source
 
 PAGES = [*HERE.glob("docs/m*.md"), HERE / "README.md", *HERE.glob("notebooks/*.ipynb")]
+WITH_COMPILER = pytest.mark.skipif(native_library.obstacle() is not None, reason="the native backend cannot run here")
 LESSONS = ("m1", "m2", "m3", "m4", "m5", "m6", "m6_pd")
 
 
@@ -68,6 +74,28 @@ def test_a_checkout_is_compared_with_itself(tmp_path, capsys):
     assert [len(case["speeds"][side]) for side in ("before", "now")] == [2, 2]
     assert all("disturbed" in load for loads in case["load"].values() for load in loads)
     assert "| m1 | 1 | tok/s |" in capsys.readouterr().out
+
+
+@WITH_COMPILER
+def test_kernels_that_compute_nothing_have_the_names_of_the_measured_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(native_library, "SOURCES", native_library.SOURCES)
+    monkeypatch.delitem(native_library.SIGNATURES, "run_layers")  # as in a checkout that is older
+    with empty_kernels():
+        native_library.build(native_library.find_compiler(), tmp_path / "empty.so")
+    library = native_library.open_library(tmp_path / "empty.so")
+    assert not hasattr(library, "run_layers_float32")
+    logits = torch.full((2, 100), torch.nan)
+    library.linear_float32(None, None, None, logits.data_ptr(), 2, 4, 100, 1)
+    assert logits.argmax(-1).tolist() == [TOKEN, TOKEN] and logits.sum() == 2
+
+
+@WITH_COMPILER
+def test_a_side_without_kernels_always_gets_the_same_token():
+    case = CASES["m3, Python of a decode step, 16 at once"]
+    with SideProcess({"milestone": case.milestone, "settings": case.settings} | case.process) as side:
+        run = side({"drawn": work(2, 8)})
+    assert run["answers"] == [[TOKEN] * 8] * 2
+    assert case.speed(run) > 0
 
 
 @pytest.mark.exhaustive

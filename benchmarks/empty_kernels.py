@@ -1,0 +1,39 @@
+"""Kernels of the `native` backend that compute nothing, so that a step takes the time of its Python.
+
+They have the names in the `SIGNATURES` of the checkout that is measured, so that the sides may have other kernels. Only
+`linear` writes: logits in which one token is the best.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+TOKEN = 77
+"""The token of every step, an ordinary one."""
+LINEAR = f"""
+void linear_float32(void*, void*, void*, float* y, long rows, long, long out, int) {{
+    for (float* end = y + rows * out; y < end; y += out) {{
+        __builtin_memset(y, 0, out * sizeof *y);
+        y[{TOKEN} % out] = 1;
+    }}
+}}
+"""
+
+
+def source_of(names: Iterable[str]) -> str:
+    """Return the C++ of functions with these names, `linear_float32` among them, and any arguments."""
+    empty = "".join(f"void {name}() {{}}\n" for name in names if name != "linear_float32")
+    return f'extern "C" {{\n{empty}{LINEAR}}}\n'
+
+
+@contextmanager
+def empty_kernels() -> Iterator[None]:
+    """Compile and load these in place of the kernels of an engine that is built in the block."""
+    from m3_paged_attention.attention import native_library
+
+    names = [f"{name}_{precision}" for name in native_library.SIGNATURES for precision in native_library.PRECISIONS]
+    with TemporaryDirectory() as folder:
+        native_library.SOURCES = Path(folder)
+        (native_library.SOURCES / "kernels.cpp").write_text(source_of(names))
+        yield
