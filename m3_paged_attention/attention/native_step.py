@@ -1,6 +1,6 @@
 """All layers of a step in one call of the `native` backend.
 
-`layers.py` calls the backend nine times per layer, and each call takes some microseconds of Python: in a small model,
+`layers.py` calls the backend eleven times per layer, and each call takes some microseconds of Python: in a small model,
 most of a decode step. Here the pointers to weights, KV and working memory are written to a table once. A step adds the
 pointers to its own inputs, and one C++ call (`native/layers.h`) computes the rest, with the same kernels in the same
 order: bitwise the same numbers. On a GPU, a CUDA graph is the same idea.

@@ -97,6 +97,20 @@ def test_any_number_of_threads_gives_the_same_numbers(embedded: LoadedModel, thr
         torch.set_num_threads(1)
 
 
+def test_a_decode_step_of_the_embedded_checkpoint_is_2_calls_and_layer_by_layer_46(
+    embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    kernels = embedded.model.backend._kernels[torch.float32]
+    for name, call in list(vars(kernels).items()):
+        monkeypatch.setattr(kernels, name, lambda *arguments, call=call: (calls.append(call), call(*arguments)))
+    for paged, number in zip(at_once_and_one_by_one(embedded), (2, 46), strict=True):
+        paged.step({"a": tokens_of(5, 5)})
+        calls.clear()
+        paged.step({"a": tokens_of(1, 1)})
+        assert len(calls) == number
+
+
 # --- which steps, and which models ------------------------------------------------------------------------------------
 
 
