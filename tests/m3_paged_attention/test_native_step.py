@@ -211,14 +211,3 @@ def test_another_class_of_kv_memory_runs_layer_by_layer(embedded: LoadedModel) -
     embedded.model.use_kv(kv)
     assert embedded.model.step is None
     assert embedded.model.eager_reason == "the class OtherStorage is not known to it"
-
-
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_an_engine_whose_layers_run_at_once_or_whose_backend_has_no_such_call_has_nothing_to_say(backend: str) -> None:
-    records = Records()
-    with LLMEngine(
-        model_config=ModelConfig(attention_backend=backend), trace_config=TraceConfig(readers=(records,))
-    ) as engine:
-        runner = engine.engine_core.executor.worker.model_runner
-        assert (runner.model.step is not None) == (backend == "native")
-    assert not records.of(EagerSteps)
