@@ -18,8 +18,8 @@ from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
 from m3_paged_attention.models.rotary import RotaryTable
 from m3_paged_attention.models.weights import DecoderWeights
 
-KNOWN = (KVStorage, DecoderLayer, Attention, MLP)
-"""Classes whose work is known to a backend that runs all layers in one call; not their subclasses."""
+IN_ONE_CALL = (KVStorage, DecoderLayer, Attention, MLP)
+"""Classes, not their subclasses, of all that a backend computes or reads where it runs all layers in one call."""
 
 
 class Decoder:
@@ -47,8 +47,8 @@ class Decoder:
         """Prepare the steps over `kv`, the engine's KV memory. Call it again after a part of a layer was replaced."""
         parts: list[object] = [kv, *self.layers]
         parts += [part for layer in self.layers if type(layer) is DecoderLayer for part in (layer.attention, layer.mlp)]
-        unknown = [type(part).__name__ for part in parts if type(part) not in KNOWN]
-        found = f"the class {unknown[0]} is not known to it" if unknown else self.backend.step(self, kv)
+        unknown = [type(part).__name__ for part in parts if type(part) not in IN_ONE_CALL]
+        found = f"the class {unknown[0]} is not supported" if unknown else self.backend.step(self, kv)
         self.step, self.eager_reason = (None, found) if isinstance(found, str) else (found, None)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv: KVStorage, metadata: AttentionMetadata) -> Tensor:

@@ -59,7 +59,7 @@ def test_a_layer_that_the_call_does_not_know_is_traced_once(milestone: str) -> N
     with engine_of(milestone, records, parts={"model_loader": load_changed}) as engine:
         assert engine.generate([5, 6, 7], greedy(2)).token_ids
     ((_, event),) = records.of(EagerSteps)
-    assert event.reason == "the class OtherLayer is not known to it"
+    assert event.reason == "the class OtherLayer is not supported"
 
 
 def test_a_draft_model_has_the_call_too() -> None:

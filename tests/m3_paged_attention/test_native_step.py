@@ -177,8 +177,8 @@ def with_plain_linear(model: Any) -> None:
         (WIDE | {"hidden_size": 72}, "float32", None, "hidden_size=72 is no multiple of 16"),
         (WIDE | {"intermediate_size": 100}, "bfloat16", None, "intermediate_size=100 is no multiple of 16"),
         (WIDE, "float16", None, "there are kernels for float32 and bfloat16, not for float16"),
-        (WIDE, "float32", with_other_layer, "the class OtherLayer is not known to it"),
-        (WIDE, "float32", with_other_mlp, "the class OtherMLP is not known to it"),
+        (WIDE, "float32", with_other_layer, "the class OtherLayer is not supported"),
+        (WIDE, "float32", with_other_mlp, "the class OtherMLP is not supported"),
         (WIDE, "float32", with_plain_linear, "a linear layer is of the class PlainLinear"),
     ],
 )
@@ -210,4 +210,4 @@ def test_another_class_of_kv_memory_runs_layer_by_layer(embedded: LoadedModel) -
     kv.__class__ = OtherStorage
     embedded.model.use_kv(kv)
     assert embedded.model.step is None
-    assert embedded.model.eager_reason == "the class OtherStorage is not known to it"
+    assert embedded.model.eager_reason == "the class OtherStorage is not supported"
