@@ -22,7 +22,7 @@ import pytest
 
 import m1_single_request
 from m1_single_request import EngineClosedError, EngineDeadError, EngineError, PartError
-from m1_single_request.held_interrupt import HeldInterrupt
+from m1_single_request.held_interrupt import HeldInterrupt, set_handler
 from tests.engine_contract.crowd import (
     NUM_TOKENS,
     PROMPTS,
@@ -396,11 +396,11 @@ def test_a_terminal_that_takes_no_output_costs_nothing(
 
 
 def test_a_second_interrupt_on_the_way_out_of_a_call_is_a_keyboard_interrupt_and_the_next_one_too() -> None:
-    """`signal.signal` is a function of Python: a signal can be handled as it begins."""
+    """A pending signal is handled as the function begins that sets the handler back."""
     sent: list[int] = []
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code is signal.signal.__code__ and len(sent) < 2:
+        if event == "c_call" and argument is set_handler and len(sent) < 2:
             sent.append(1)
             signal.raise_signal(signal.SIGINT)
 

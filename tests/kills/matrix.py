@@ -25,7 +25,7 @@ from benchmarks import lesson
 from benchmarks.engines import SEEING_MODEL
 from benchmarks.lesson import Lesson, Parts, Size
 from benchmarks.texts import message
-from benchmarks.traces import Keep
+from m1_single_request.trace_readers import Records
 from m1_single_request.tracer import TraceRecord
 from m6_multimodal_pd import EngineError, LLMEngine, SamplingParams, TraceConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
@@ -120,7 +120,7 @@ class Matrix:
     def _start(self) -> Any:
         return LLMEngine(
             **CONFIGS,
-            trace_config=TraceConfig(readers=(Keep(),)),  # engines report their events if somebody reads them
+            trace_config=TraceConfig(readers=(Records(),)),  # engines report their events if somebody reads them
             disaggregation_config=DisaggregationConfig(max_restarts=10**6, transfer_buffer_bytes=TRANSFER_BYTES),
         )
 
