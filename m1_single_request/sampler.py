@@ -61,19 +61,19 @@ class Sampler:
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Choose one token per row of `logits` `[rows, vocab]`, of any float type. Does not modify `logits`."""
         logits = logits.float()
-        tokens = self.choose(logits, metadata)
-        token_ids, vocab_size = tuple(tokens.tolist()), logits.shape[-1]
-        impossible: tuple[int, ...] = ()
-        if max(token_ids, default=0) >= vocab_size:
-            impossible = tuple(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
-            tokens = tokens.clamp(max=vocab_size - 1)
-        logprobs: list[LogprobRow | None] = [None] * len(token_ids)
+        tokens, vocab_size = self.choose(logits, metadata), logits.shape[-1]
+        logprobs: list[LogprobRow | None] = [None] * len(tokens)
         asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
         if asked:
             counts = [k for k in metadata.num_logprobs if k is not None]
-            rows = gather_logprobs(logits[asked], tokens[asked], max(counts))
-            for i, k, row in zip(asked, counts, rows, strict=True):
+            index = torch.tensor(asked, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
+            possible = tokens[index].clamp(max=vocab_size - 1)
+            for i, k, row in zip(asked, counts, gather_logprobs(logits[index], possible, max(counts)), strict=True):
                 logprobs[i] = _best(row, k)
+        token_ids = tuple(tokens.tolist())  # last, as this waits for the device
+        impossible: tuple[int, ...] = ()
+        if max(token_ids, default=0) >= vocab_size:
+            impossible = tuple(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
         return SamplerOutput(token_ids, tuple(logprobs), impossible)
 
     def choose(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:

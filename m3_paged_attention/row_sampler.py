@@ -121,12 +121,10 @@ class RowSampler:
 
     def __call__(self, req_ids: Sequence[str], batch: SamplingBatch, logits: Tensor) -> SampledRows:
         """Sample the next token of each row of float32 `logits` `[rows, vocab]`; `req_ids` are the rows' requests."""
-        errors: dict[str, ForwardError] = {}
-        if not math.isfinite(logits.sum()):
-            logits, broken = without_broken_rows(logits)
-            errors = {req_ids[i]: not_finite(req_ids[i]) for i in broken}
+        logits, is_broken = without_broken_rows(logits)
         metadata = batch.metadata()
         chosen = self.sampler(logits, metadata)
+        errors = {req_ids[i]: not_finite(req_ids[i]) for i in rows_where(is_broken)}
         for i in chosen.impossible_rows:
             errors.setdefault(req_ids[i], impossible_row(req_ids[i]))
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in errors]
@@ -140,10 +138,21 @@ class RowSampler:
         )
 
 
-def without_broken_rows(logits: Tensor) -> tuple[Tensor, list[int]]:
-    """Replace the rows of `logits` `[rows, vocab]` with NaN or infinity by zeros; return also their indices."""
-    is_finite = logits.isfinite().all(dim=-1)
-    return logits.masked_fill(~is_finite[:, None], 0.0), (~is_finite).nonzero()[:, 0].tolist()
+def without_broken_rows(logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Replace the rows of `logits` `[rows, vocab]` with NaN or infinity by zeros, and return which rows they are.
+
+    The second is bool `[rows]`, or None if there are none. A CPU computes the sum first, which takes less time. A GPU
+    does not: to read a sum now would wait for the whole forward, and delay the launch of the sampler.
+    """
+    if logits.is_cpu and math.isfinite(logits.sum()):
+        return logits, None
+    is_broken = ~logits.isfinite().all(dim=-1)
+    return logits.masked_fill(is_broken[:, None], 0.0), is_broken
+
+
+def rows_where(flags: Tensor | None) -> list[int]:
+    """Return the indices of the true flags. Call it once the tokens are on the host: it waits for the device."""
+    return [] if flags is None else [row for row, flag in enumerate(flags.tolist()) if flag]
 
 
 def prompt_logprobs(

@@ -26,6 +26,7 @@ from m1_single_request.sampling_metadata import (
     seen_by,
 )
 from m1_single_request.sampling_params import SamplingParams
+from m3_paged_attention.attention.metadata import on_device
 from m3_paged_attention.row_sampler import is_plain, plain_metadata
 
 NUMBERS = np.dtype(
@@ -64,7 +65,7 @@ def metadata_of(
     """Build the tensors from `NUMBERS` `[rows]`; the caller passes the tensors that depend on earlier tokens."""
 
     def column(name: str) -> Tensor:
-        return torch.from_numpy(numbers[name].copy()).to(device)
+        return on_device(numbers[name].copy(), device)
 
     def penalties() -> tuple[Tensor, Tensor, Tensor]:
         return column("repetition_penalty"), column("frequency_penalty"), column("presence_penalty")
@@ -150,7 +151,7 @@ class SamplingBatchInfo:
             return plain_metadata(len(self.params), self.device)
         draws = None
         if not self.numbers["greedy"].all():
-            draws = torch.from_numpy(uniforms(self.seeds, self.positions.tolist())).to(self.device)
+            draws = on_device(uniforms(self.seeds, self.positions.tolist()), self.device)
         if self._newest is None:
             self._newest = metadata_of(
                 self.numbers,
@@ -183,7 +184,7 @@ class SamplingBatchInfo:
             owners = np.repeat(np.arange(len(self.params)), counts)
             counted = self.numbers["penalised"][owners]
             tokens = np.asarray(token_ids, dtype=np.int64)[counted]
-            where = (torch.from_numpy(owners[counted]).to(self.device), torch.from_numpy(tokens).to(self.device))
+            where = on_device(owners[counted], self.device), on_device(tokens, self.device)
             self.seen[where] = True
             self.output_counts.index_put_(where, self.output_counts.new_ones(()), accumulate=True)
 
@@ -196,7 +197,7 @@ class SamplingBatchInfo:
         self.positions, self.numbers = self.positions[keep], self.numbers[keep]
         self.plain, self.blocked_until = self.plain[keep], self.blocked_until[keep]
         if not self.is_plain:
-            index = torch.tensor(kept, dtype=torch.int64, device=self.device)
+            index = on_device(keep, self.device)
             self.bias = _rows_of(self.bias, index)
             self.seen = _rows_of(self.seen, index)
             self.output_counts = _rows_of(self.output_counts, index)

@@ -167,10 +167,10 @@ def one_after_another(
     steps = np.arange(num_steps)[:, None]
     positions = (batch.seq_lens[rows] - (ends - places)) + steps  # [steps, rows]
     slots = batch.out_cache_loc[np.minimum(places + steps, ends - 1)]  # those behind the end of a row are not read
-    per_token = torch.as_tensor(np.stack([positions, slots]), device=device)
+    per_token = on_device(np.stack([positions, slots]), device)
     longest = int(batch.seq_lens[rows].max())
     page_tables = model_runner.req_to_token_pool.page_tables(batch.req_pool_indices[rows], longest, page_size)
-    tables = torch.as_tensor(page_tables, device=device)
+    tables = on_device(page_tables, device)
     layouts = []
     for step in range(num_steps):
         width = int((counts > step).sum())

@@ -1,4 +1,5 @@
-"""m6: the full engine: images and video in every request, and optionally prefill and decode in separate engines.
+"""m6: the full engine: images and video in every request, decode steps as CUDA graphs on a GPU, and optionally prefill
+and decode in separate engines.
 
 Since m5: a prompt may contain images. They are cut into patches, a vision tower computes embeddings from these, and the
 embeddings take the place of placeholder tokens, at positions on three axes (M-RoPE), with more features added in the
@@ -12,20 +13,20 @@ with the same image. Everything of m1 to m5 works on prompts with and without im
                                               {"type": "text", "text": "Describe the picture."}]}])
 
 Read the way of an image, which `multimodal/__init__.py` lists file by file; then `request.py`, `model_worker_batch.py`,
-`forward_batch.py`, `model_runner.py` and `models/qwen3_vl.py`. `wiring.py` shows what m6 replaces. With a
-`DisaggregationConfig` some engines compute prompts and others decode, each in a process of its own: read
-`disaggregation/`: `poll.py`, `prefill_side.py`, `decode_side.py`, `router.py`, `staging.py`.
+`forward_batch.py`, `model_runner.py` and `models/qwen3_vl.py`. `wiring.py` shows what m6 replaces. On CUDA the steps of
+few tokens are captured once and replayed: `graph_runner.py`. With a `DisaggregationConfig` some engines compute prompts
+and others decode, each in a process of its own: read `disaggregation/`: `poll.py`, `prefill_side.py`, `decode_side.py`,
+`router.py`, `staging.py`.
 """
 
 from m1_single_request import face
 from m1_single_request.face import *
-from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.errors import PoolError
 from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
-from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
+from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, ModelConfig, MultimodalConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.errors import (
     EngineLostError,

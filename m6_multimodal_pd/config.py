@@ -1,9 +1,10 @@
-"""Configuration of an m6 engine: m5's, with limits for images and budgets for their encoder.
+"""Configuration of an m6 engine: m5's, with CUDA graphs, limits for images and budgets for their encoder.
 
-Model, scheduler, cache and speculation are configured as in m5. `MultimodalConfig` has two groups of fields: limits,
-which are checked before an image is decoded, because images may come from untrusted users; and the two limits of the
-vision encoder, the tokens that a step encodes and the memory for embeddings. vLLM: `MultiModalConfig`,
-`EncoderCacheManager`'s budgets; SGLang: `--mm-...` of `ServerArgs` and `SGLANG_VLM_CACHE_SIZE_MB`.
+Scheduler, cache and speculation are configured as in m5. `MultimodalConfig` has two groups of fields: limits, which are
+checked before an image is decoded, because images may come from untrusted users; and the two limits of the vision
+encoder, the tokens that a step encodes and the memory for embeddings. vLLM: `MultiModalConfig`,
+`EncoderCacheManager`'s budgets, `cudagraph_mode`; SGLang: `--mm-...` of `ServerArgs`, `SGLANG_VLM_CACHE_SIZE_MB`,
+`--disable-cuda-graph`.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from m1_single_request.config import check_whole_number
 from m1_single_request.errors import ConfigError, shown
+from m3_paged_attention.config import ModelConfig as PagedModelConfig
+from m4_radix_cache.config import check_flag
 from m5_chunked_prefill_spec.config import EngineConfig as ChunkedEngineConfig, check_positive
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 
@@ -19,6 +22,27 @@ DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-vl"
 URL_SCHEMES = ("file", "http", "https")
 ENCODER_BUDGETS = {"cpu": 1024, "cuda": 16384}
 """By the kind of device: maximum number of image tokens encoded per step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(PagedModelConfig):
+    """m3's settings of the model, and how its steps are launched."""
+
+    cuda_graphs: bool | None = None
+    """Whether steps of few tokens are captured as CUDA graphs at the start, and replayed. None: on CUDA."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cuda_graphs is None:
+            return
+        check_flag("cuda_graphs", self.cuda_graphs)
+        if self.cuda_graphs and self.torch_device().type != "cuda":
+            raise ConfigError(f"cuda_graphs=True needs a GPU, and the device is {self.torch_device()}: leave it out")
+
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether steps are to be captured, with the default of the device."""
+        return self.torch_device().type == "cuda" if self.cuda_graphs is None else self.cuda_graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +106,7 @@ def check_schemes(schemes: object) -> None:
 class EngineConfig(ChunkedEngineConfig):
     """All settings of an m6 engine. The field `x` is the engine's keyword `x_config`."""
 
+    model: ModelConfig = field(default_factory=ModelConfig)
     multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
     disaggregation: DisaggregationConfig | None = None
     """Prefill and decode in separate engines; None: one engine does both."""

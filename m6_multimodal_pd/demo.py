@@ -61,6 +61,7 @@ class UserConfig:
 LIMITS = "allowed_url_schemes min_pixels max_pixels encoder_budget embedding_cache_bytes"
 FLAGS: m1.Flags = {
     **m5.FLAGS,
+    "launches": (ModelConfig, "cuda_graphs"),
     "tour": (DemoConfig, m5.FLAGS["tour"][1]),
     "pictures": (UserConfig, "image video video_fps"),
     "limits of pictures": (MultimodalConfig, LIMITS),

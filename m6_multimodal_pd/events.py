@@ -1,4 +1,4 @@
-"""Events about images: received, positions assigned, encoded, found encoded, evicted.
+"""Events about images: received, positions assigned, encoded, found encoded, evicted; and about CUDA graphs.
 
 All other events are those of m1 to m5. In a sentence, an image is named by the first letters of its content's hash:
 the same content has the same name in every request. `of` takes an object of `multimodal/` as `Any`, because its file
@@ -184,3 +184,56 @@ class ItemEvicted(Event):
             f"{size(self.num_bytes)}): this step does not read them, and they were used least recently. "
             f"{size(self.used_bytes)} stay."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphsCaptured(Event):
+    """The steps of a model with few tokens were captured as CUDA graphs, one for each number of tokens."""
+
+    style: ClassVar[str] = "bold"
+    headline: ClassVar[bool] = True
+    model: str
+    """`target` or `draft`."""
+    decode_sizes: tuple[int, ...]
+    """Numbers of rows of the decodes, ascending. A batch runs in the smallest one that holds it."""
+    verify_sizes: tuple[int, ...]
+    """Numbers of tokens of the verifications of drafts, ascending; none for a model that verifies none."""
+    num_bytes: int = volatile()
+    """GPU memory of the graphs, with their inputs and output."""
+    milliseconds: float = volatile()
+    """Time of warm-up and capture."""
+
+    @classmethod
+    def of(cls, model: str, runner: Any, milliseconds: float) -> Self:
+        """Build the event for a `GraphRunner`."""
+        return cls(
+            model=model,
+            decode_sizes=tuple(runner.sizes[1]),
+            verify_sizes=tuple(runner.sizes[runner.limits.width]) if runner.limits.width > 1 else (),
+            num_bytes=runner.num_bytes,
+            milliseconds=milliseconds,
+        )
+
+    def explain(self) -> str:
+        what = f"decodes of up to {some(self.decode_sizes[-1], 'row')} in {some(len(self.decode_sizes), 'size')}"
+        if self.verify_sizes:
+            most = some(self.verify_sizes[-1], "token")
+            what += f", verifications of up to {most} in {some(len(self.verify_sizes), 'size')}"
+        return (
+            f"CUDA graphs of the {self.model} model: {what}. They take {size(self.num_bytes)}; warm-up and capture "
+            f"took {self.milliseconds:,.0f} ms."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphsUnavailable(Event):
+    """The steps of a model could not be captured as CUDA graphs: all of them run eagerly."""
+
+    style: ClassVar[str] = "yellow"
+    model: str
+    """`target` or `draft`."""
+    reason: str
+    """The error of the capture, or the property of the backend that prevents it."""
+
+    def explain(self) -> str:
+        return f"Steps of the {self.model} model launch their kernels one by one, without CUDA graphs: {self.reason}."

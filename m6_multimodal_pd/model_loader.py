@@ -16,9 +16,9 @@ from m1_single_request.model_loader import (
 )
 from m1_single_request.precision import count_weights
 from m3_paged_attention.attention.registry import resolve
-from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.model_loader import check_positions, check_room, load_described, weights_directory
 from m3_paged_attention.models.weights import DecoderWeights, dummy_weights, load_weights
+from m6_multimodal_pd.config import ModelConfig
 from m6_multimodal_pd.models import qwen3_vl, vision
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder, VLDecoderConfig, vl_decoder_config
 from m6_multimodal_pd.models.vision import VisionTower, check_vision_config

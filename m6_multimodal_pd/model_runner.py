@@ -1,7 +1,8 @@
-"""Model runner with a vision encoder: tensors in, tokens out.
+"""Model runner with a vision encoder and CUDA graphs: tensors in, tokens out.
 
 m5's runner, which prepares a step in one method and calls the model in another. The first also asks the encoder for the
-embeddings of the images in the step, the second passes them to the model. SGLang: `ModelRunner` with
+embeddings of the images in the step, the second passes them to the model. The graphs are the models' own
+(`Decoder.step`): here they are captured, after each change of the KV memory or the weights. SGLang: `ModelRunner` with
 `general_mm_embed_routine`; vLLM: `v1/worker/gpu_model_runner.py`.
 """
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError
+from m3_paged_attention.kv_cache_config import KVCacheConfig
+from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.step_threads import StepThreads
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.config import SchedulerConfig
@@ -21,6 +24,7 @@ from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch as TextM
 from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m6_multimodal_pd.forward_batch import ForwardBatch, slices_of
+from m6_multimodal_pd.graph_runner import GraphCapture, GraphLimits
 from m6_multimodal_pd.model_loader import LoadedModel
 from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
@@ -29,10 +33,10 @@ from m6_multimodal_pd.multimodal.encoder import Encoder
 
 
 class ModelRunner(TextModelRunner):
-    """m5's runner, for steps with images.
+    """m5's runner, for steps with images, and with graphs for steps of few tokens.
 
-    `prepare` also encodes them, `forward` also passes their embeddings to the model, and `profile_run` also measures
-    the vision tower. A step without images is m5's.
+    `prepare` also encodes images, `forward` also passes their embeddings to the model, and `profile_run` also measures
+    the vision tower and the graphs. `initialize_kv_cache` also captures the graphs, and `shutdown` drops them.
     """
 
     released = ("kv", "model", "encoder")
@@ -47,7 +51,9 @@ class ModelRunner(TextModelRunner):
         draft_runner: DraftRunner | None,
         encoder: Encoder,
         step_threads: StepThreads | None,
+        graph_capture: GraphCapture | None,
     ) -> None:
+        """`graph_capture`: None if all steps run eagerly."""
         super().__init__(
             loaded_model=loaded_model,
             scheduler_config=scheduler_config,
@@ -55,7 +61,27 @@ class ModelRunner(TextModelRunner):
             rejection_sampler=rejection_sampler,
             draft_runner=draft_runner,
         )
-        self.encoder, self.step_threads = encoder, step_threads
+        self.encoder, self.step_threads, self.graph_capture = encoder, step_threads, graph_capture
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Reserve the KV memory as in m5, then capture the graphs of both models."""
+        super().initialize_kv_cache(kv_cache_config)
+        self._capture_graphs()
+        if self.draft_runner is not None and self.graph_capture is not None:
+            self.graph_capture.capture("draft", self.draft_runner.model, self.draft_runner.kv, self._limits(drafts=0))
+
+    def use_model(self, model: Decoder) -> None:
+        """Replace the model by another of the same shape, and its graphs by those of the other."""
+        model.use_kv(self.kv)
+        self.model.step, self.model = None, model
+        self._capture_graphs()
+
+    def shutdown(self) -> None:
+        """Release the graphs, the KV memory and the models, also where the user keeps a model."""
+        for runner in (self, self.draft_runner):
+            if runner is not None and hasattr(runner, "model"):
+                runner.model.step = None
+        super().shutdown()
 
     def prepare(self, batch: TextModelWorkerBatch) -> TextForwardBatch:
         """Return a step as tensors; images in it that are not encoded yet are encoded now."""
@@ -80,8 +106,10 @@ class ModelRunner(TextModelRunner):
         """Run the largest step once on zeros, and the vision tower on as much as a step may encode.
 
         Both run beside a full embedding cache; the model beside the embeddings of the step, and the tower beside as
-        much KV memory as the model had. Returns the bytes of that KV memory.
+        much KV memory as the model had. All run beside as much memory as the graphs take. Returns the bytes of that KV
+        memory.
         """
+        _graphs = torch.empty(self._graph_bytes(), dtype=torch.uint8, device=self.device)
         tower, cache_bytes = self.encoder.tower, self.encoder.cache.capacity_bytes
         if tower is None:
             return super().profile_run(num_tokens)
@@ -99,6 +127,25 @@ class ModelRunner(TextModelRunner):
                 f"encoder_budget={self.encoder.budget} do not fit together: use smaller ones"
             ) from error
         return kv_bytes
+
+    def _limits(self, *, drafts: int) -> GraphLimits:
+        return GraphLimits(max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len, width=1 + drafts)
+
+    def _capture_graphs(self) -> None:
+        """Capture the graphs of the model that the runner has now."""
+        capture = self.graph_capture
+        if capture is not None:
+            capture.capture("target", self.model, self.kv, self._limits(drafts=capture.num_draft_tokens))
+
+    def _graph_bytes(self) -> int:
+        """Measure the memory of the graphs of both models."""
+        capture = self.graph_capture
+        if capture is None:
+            return 0
+        num_bytes = capture.measure(self.model, self._limits(drafts=capture.num_draft_tokens))
+        if self.draft_runner is not None:
+            num_bytes += capture.measure(self.draft_runner.model, self._limits(drafts=0))
+        return num_bytes
 
 
 def blank(tower: VisionTower, num_tokens: int) -> tuple[Tensor, Grid]:

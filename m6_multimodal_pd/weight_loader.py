@@ -1,16 +1,17 @@
 """Weight loader: replaces the weights of a running engine by those of a model of the same shape.
 
 A model in training, for example, is served without a restart. Between two requests no KV is in use, so the model object
-is replaced; everything that was compiled and measured for its shape stays. Weights of another shape are rejected before
-any change. New in this milestone. SGLang: `update_weights_from_disk`; vLLM: `reload_weights`.
+is replaced; everything that was compiled and measured for its shape stays. CUDA graphs hold the addresses of the old
+weights, so they are captured again. Weights of another shape are rejected before any change. New in this milestone.
+SGLang: `update_weights_from_disk`; vLLM: `reload_weights`.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from m1_single_request.errors import ModelLoadError
-from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.profiling import kv_cache_spec_of
+from m6_multimodal_pd.config import ModelConfig
 from m6_multimodal_pd.model_loader import language_of
 
 
@@ -31,8 +32,8 @@ class WeightLoader:
         for name, value in shape_of(loaded).items():
             if value != self.shape[name]:
                 raise ModelLoadError(f"{model}: its {name} is not that of the model that runs; start another engine")
-        loaded.model.use_kv(self.runner.kv)
-        self.runner.model, self.encoder.tower = loaded.model, loaded.vision
+        self.runner.use_model(loaded.model)
+        self.encoder.tower = loaded.vision
         self.config = replace(self.config, model=model)
 
 

@@ -1,7 +1,7 @@
 """m6's table of contents: m5's table with the roles that images change, and the order in which the parts are built.
 
 A model may have a vision tower now; then a media reader is added to intake, a budget to the prefill adder, and an
-encoder with its cache to the model runner. For a text model everything is m5's.
+encoder with its cache to the model runner. For a text model all that is m5's. On CUDA the runner captures graphs.
 """
 
 from collections.abc import Mapping
@@ -31,6 +31,7 @@ from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfi
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
 from m6_multimodal_pd.disaggregation.runtime.assembly import build_disaggregated, check_parts
 from m6_multimodal_pd.engine_core import EngineCore
+from m6_multimodal_pd.graph_runner import GraphCapture
 from m6_multimodal_pd.input_processor import InputProcessor
 from m6_multimodal_pd.model_loader import LoadedModel, describe_model, language_of, load_model
 from m6_multimodal_pd.model_runner import ModelRunner
@@ -104,8 +105,18 @@ class PreparedEngine:
         )
 
     def _make(self, loaded: LoadedModel) -> Runner:
-        more = {"encoder": self.encoder, "step_threads": self.threads}
+        capture = graph_capture_of(self.config, self.tracer)
+        more = {"encoder": self.encoder, "step_threads": self.threads, "graph_capture": capture}
         return build_executor(self.config, self.parts, loaded, self.drafting, self.tracer, self.threads, **more)
+
+
+def graph_capture_of(config: EngineConfig, tracer: Tracer) -> GraphCapture | None:
+    """Return what captures the graphs of the engine's models; None if all steps run eagerly."""
+    if not config.model.wants_graphs:
+        return None
+    speculative = config.speculative
+    num_draft_tokens = 0 if speculative.method is None else speculative.num_speculative_tokens
+    return GraphCapture(page_size=config.cache.page_size, num_draft_tokens=num_draft_tokens, tracer=tracer)
 
 
 prepare = PreparedEngine

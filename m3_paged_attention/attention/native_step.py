@@ -84,8 +84,9 @@ class NativeStep:
         self._address = ctypes.addressof(self._table)
         self._room = 0  # tokens that fit into the working memory
 
-    def takes(self, num_tokens: int, kv: KVStorage) -> bool:
+    def takes(self, metadata: AttentionMetadata, kv: KVStorage) -> bool:
         """Return whether this is such a step: not too large, over this KV memory, and of the layers in the table."""
+        num_tokens = metadata.num_prefill_tokens + metadata.num_decodes
         return num_tokens <= MOST_TOKENS and kv is self.kv and self._known == self.model.layers
 
     def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:

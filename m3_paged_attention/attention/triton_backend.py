@@ -5,9 +5,9 @@ All decisions here depend on shapes and types, never on values on the device, so
 splits and the work of a program do not depend on the other rows of the batch: the attention of a request is bitwise the
 same alone and in any batch.
 
-For CUDA graphs (no milestone captures a decode step yet): the grid of decode is rows x KV heads x splits and does
-not depend on lengths. Rows of length 0 are valid, and their output is zeros. Outputs come from torch's caching
-allocator; a captured graph keeps its own memory.
+So a step can be captured in a CUDA graph: the grid of decode is rows x KV heads x splits and does not depend on
+lengths, that of prefill depends on the longest row. Rows of length 0 are valid, and their decode is zeros. Outputs come
+from torch's caching allocator; a captured graph keeps its own memory.
 
 The tiles were chosen by compiling for Hopper (sm_90) and reading registers, spills and shared memory:
 `python -m tests.kernels.compile_for_sm90` prints the table. There is no `@autotune`, because its measured choice could

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.attention.native_step import NativeStep
-from m3_paged_attention.attention.registry import Backend
+from m3_paged_attention.attention.registry import Backend, Step
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.architecture import DecoderConfig
 from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
@@ -38,7 +37,7 @@ class Decoder:
         while weights.layers:
             self.layers.append(DecoderLayer(config, weights.layers.pop(0), backend))
         self.head = backend.linear(weights.head)
-        self.step: NativeStep | None = None
+        self.step: Step | None = None
         """All layers in one call, if the backend has one for this model and its KV memory (`use_kv`)."""
         self.eager_reason: str | None = None
         """Reason why the backend's one call does not compute this model; None: it does, or the backend has none."""
@@ -56,7 +55,7 @@ class Decoder:
 
         Returns the hidden states `[num_tokens, hidden_size]` after the last norm.
         """
-        if self.step is not None and self.step.takes(input_ids.shape[0], kv):
+        if self.step is not None and self.step.takes(metadata, kv):
             return self.step(input_ids, positions, metadata)
         hidden = functional.embedding(input_ids, self.embedding)
         cos, sin = self.rotary(positions)

@@ -26,6 +26,7 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import best_tokens, draw
 from m1_single_request.sampling_metadata import SamplingMetadata
+from m3_paged_attention.attention.metadata import on_device
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
@@ -85,7 +86,7 @@ class DraftRunner:
             first, *layouts = one_after_another(batch, rows, starts[rows], np.maximum(wanted[rows], 1), self)
             hidden = self._run(batch.input_ids[starts[rows]], first)[: len(drafting)]
         else:
-            hidden = self._read(batch, starts, known)[torch.from_numpy(drafting).to(self.device)]
+            hidden = self._read(batch, starts, known)[on_device(drafting, self.device)]
             firsts = (starts + known)[drafting]
             layouts = one_after_another(batch, drafting, firsts, wanted[drafting] - 1, self)
         if not len(drafting):
@@ -134,7 +135,7 @@ class DraftRunner:
     def _run(self, token_ids: Tensor | np.ndarray, layout: OneEach) -> Tensor:
         """Run one token of each row of the layout, the first of `token_ids`; return `[rows, hidden_size]`."""
         positions, metadata = layout
-        token_ids = torch.as_tensor(token_ids, device=self.device)[: len(positions)]
+        token_ids = on_device(token_ids, self.device)[: len(positions)]
         return self.model.forward(token_ids, positions, self.kv, metadata)
 
     def _read(self, batch: ModelWorkerBatch, starts: np.ndarray, counts: np.ndarray) -> Tensor:
@@ -167,8 +168,8 @@ class DraftRunner:
         probs = distribution(logits.float(), without_penalties(numbers, logits))
         seeds = [info.seeds[i] for i in rows]
         uniforms = stream_draws(seeds, (info.positions[rows] + offset).tolist(), DRAFT_STREAM)
-        drawn = draw(probs, torch.from_numpy(uniforms).to(probs.device))
-        greedy = torch.from_numpy(numbers["greedy"].copy()).to(logits.device)
+        drawn = draw(probs, on_device(uniforms, probs.device))
+        greedy = on_device(numbers["greedy"].copy(), logits.device)
         return torch.where(greedy, best, drawn), probs
 
 

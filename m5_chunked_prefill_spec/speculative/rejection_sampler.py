@@ -11,7 +11,6 @@ Transformers via Speculative Decoding", 2023; Chen et al., 2023). The random num
 as for all draws. vLLM: `v1/sample/rejection_sampler.py`; SGLang: `speculative/eagle_info.py`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -37,7 +36,7 @@ from m1_single_request.sampler import (
 )
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.row_sampler import RowSampler, SampledRows, without_broken_rows
+from m3_paged_attention.row_sampler import RowSampler, SampledRows, rows_where, without_broken_rows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
@@ -71,11 +70,10 @@ class RejectionSampler:
         if drafts is None and all(count == 1 for count in sample_lens):
             return self.one_each(req_ids, info, logits)
         draft_token_ids = drafts.token_ids if drafts is not None else [[] for _ in req_ids]
-        broken: list[int] = []
-        if not math.isfinite(logits.sum()):
-            logits, broken = without_broken_rows(logits)
+        logits, is_broken = without_broken_rows(logits)
         metadata = metadata_of_rows(info, sample_lens, draft_token_ids)
         chosen = self.sampler(logits, metadata)
+        broken = rows_where(is_broken)
         if drafts is not None and drafts.probs is not None:
             chosen = self._reject(info, logits, metadata, sample_lens, drafts, chosen)
         sampled = SampledRows([], [], [], {})

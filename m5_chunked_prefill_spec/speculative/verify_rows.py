@@ -7,11 +7,11 @@ draft has both drafts in its history. The rows of a step form one `SamplingMetad
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from m1_single_request.draws import uniforms
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow, bias_of
+from m3_paged_attention.attention.metadata import on_device
 from m3_paged_attention.row_sampler import plain_metadata
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo, metadata_of
 
@@ -30,8 +30,8 @@ def metadata_of_rows(
     draws = None
     if not numbers["greedy"].all():
         seeds = [info.seeds[i] for i in owners]
-        draws = torch.from_numpy(uniforms(seeds, positions.tolist())).to(info.device)
-    index = torch.from_numpy(owners).to(info.device)
+        draws = on_device(uniforms(seeds, positions.tolist()), info.device)
+    index = on_device(owners, info.device)
     seen, output_counts = _history(info, index, numbers, owners, offsets, drafts)
     return metadata_of(
         numbers,
@@ -76,8 +76,8 @@ def _history(
         token_id for row, n in zip(owners[behind].tolist(), lens.tolist(), strict=True) for token_id in drafts[row][:n]
     ]
     where = (
-        torch.from_numpy(np.repeat(behind, lens)).to(info.device),
-        torch.tensor(drafted, dtype=torch.int64, device=info.device),
+        on_device(np.repeat(behind, lens), info.device),
+        on_device(np.array(drafted, dtype=np.int64), info.device),
     )
     seen[where] = True
     output_counts.index_put_(where, output_counts.new_ones(()), accumulate=True)

@@ -7,7 +7,7 @@ there is anything to compute, and sends the results. SGLang: `event_loop_normal_
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
@@ -60,7 +60,7 @@ class Engine:
             self.send = self.reporter.send
             self.tracer.attach(self.reporter)
         self.core: Any = None
-        self.prepared = prepare(config, parts_for(role, parts), self.tracer)
+        self.prepared = prepare(config_for(role, config), parts_for(role, parts), self.tracer)
 
     @property
     def fitted(self) -> LengthFitted:
@@ -162,6 +162,11 @@ class Engine:
             case "stop_profile":
                 return self.core.operations.stop_profile()
         return None
+
+
+def config_for(role: Role, config: Any) -> Any:
+    """Return the configuration of an engine of this role. One that only computes prompts captures no decode steps."""
+    return config if role == "decode" else replace(config, model=replace(config.model, cuda_graphs=False))
 
 
 def parts_for(role: Role, parts: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ VOLATILE = {
     "step_done": {"schedule_ms", "execute_ms", "sample_ms", "update_ms"},
     "costs_measured": {"num_tokens", "step_ms", "context_ms", "decode_context_ms"},
     "encoder_run": {"milliseconds"},
+    "graphs_captured": {"milliseconds", "num_bytes"},
     "chunk_sent": {"seconds"},
     "chunk_received": {"seconds"},
     "reported": {"text"},

@@ -14,7 +14,15 @@ from m6_multimodal_pd.disaggregation.events import (
     RequestRouted,
     RoomTaken,
 )
-from m6_multimodal_pd.events import EncoderHit, EncoderRun, ItemEvicted, ItemReceived, PositionsAssigned
+from m6_multimodal_pd.events import (
+    EncoderHit,
+    EncoderRun,
+    GraphsCaptured,
+    GraphsUnavailable,
+    ItemEvicted,
+    ItemReceived,
+    PositionsAssigned,
+)
 
 CONTENT, OTHER = "3f9a61c0" + 56 * "0", "b7e215d4" + 56 * "1"
 RECEIVED = ItemReceived(
@@ -53,6 +61,10 @@ RUN = EncoderRun(
 )
 HIT = EncoderHit(rid="b", hash=CONTENT, num_tokens=1300, num_read=1300)
 EVICTED = ItemEvicted(hash=CONTENT, num_tokens=300, num_bytes=230_400, used_bytes=9216)
+GRAPHS = GraphsCaptured(
+    model="target", decode_sizes=(1, 2, 4, 8, 12), verify_sizes=(), num_bytes=3 * 2**20, milliseconds=1234.5
+)
+NO_GRAPHS = GraphsUnavailable(model="draft", reason="OutOfMemoryError: CUDA out of memory")
 
 CHANGED = KVPollChanged(
     rid="a", room=7, side="decode", old="WAITING_FOR_INPUT", new="TRANSFERRING", why="the first pages have come"
@@ -112,5 +124,14 @@ EXAMPLES: dict[Event, list[str]] = {
     EVICTED: [
         "The embeddings of 3f9a61c0 are evicted (300 embeddings, 225.0 KiB)",
         "used least recently. 9.0 KiB stay.",
+    ],
+    GRAPHS: [
+        "CUDA graphs of the target model: decodes of up to 12 rows in 5 sizes. They take 3.0 MiB; warm-up and capture "
+        "took 1,234 ms.",
+    ],
+    replace(GRAPHS, verify_sizes=(1, 2, 3)): ["in 5 sizes, verifications of up to 3 tokens in 3 sizes. They"],
+    NO_GRAPHS: [
+        "Steps of the draft model launch their kernels one by one, without CUDA graphs: OutOfMemoryError: CUDA out of "
+        "memory."
     ],
 }

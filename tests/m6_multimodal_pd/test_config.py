@@ -32,6 +32,7 @@ WRONG: Wrong = {
         "url_timeout_s": (0, -2.0, NAN, INFINITE, "10", True, None),
     },
     DisaggregationConfig: {"max_message_bytes": (0, 300, 16_383)},
+    ModelConfig: {"cuda_graphs": (0, 1, "yes", "auto", NAN)},
 }
 
 

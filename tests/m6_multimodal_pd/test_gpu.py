@@ -1,5 +1,10 @@
-"""The engine that sees, on a CUDA device: transformers' tokens, alone and in a group, and weights that are replaced."""
+"""The engine that sees, on a CUDA device: transformers' tokens, alone and in a group, and weights that are replaced.
 
+The steps of the Triton kernels are CUDA graphs here, unless a test says otherwise; what is recorded on a CPU in
+`test_graphs.py` runs natively.
+"""
+
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from m6_multimodal_pd import CacheConfig, LLMEngine, ModelConfig, SamplingParams
+from m1_single_request.trace_readers import Records
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.models.layers import MLP
+from m6_multimodal_pd import CacheConfig, LLMEngine, ModelConfig, SamplingParams, TraceConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.events import GraphsCaptured, GraphsUnavailable
 from tests.equivalence.harness import check_answer, check_cuts
-from tests.m6_multimodal_pd.engines import counts, setting
+from tests.m6_multimodal_pd.engines import counts, greedy, runner_of, setting
 from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking
 from tests.m6_multimodal_pd.test_engine import QUESTIONS
 
@@ -29,8 +38,9 @@ def exact_products() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-def on_gpu(directory: Path, backend: Any, **configs: Any) -> LLMEngine:
-    config = ModelConfig(model=directory, device="cuda", dtype="float32", attention_backend=backend)
+def on_gpu(directory: Path, backend: Any, cuda_graphs: bool | None = None, **configs: Any) -> LLMEngine:
+    settings: dict[str, Any] = {"device": "cuda", "attention_backend": backend, "cuda_graphs": cuda_graphs}
+    config = ModelConfig(model=directory, dtype="float32", **settings)
     return LLMEngine(model_config=config, **{**setting(tokens=2048, debug=False), **configs})
 
 
@@ -65,13 +75,125 @@ def test_two_engines_on_one_device_answer_as_one(seeing_directory: Path, their_m
 
 def test_an_engine_sizes_its_memory_and_loads_other_weights(seeing_directory: Path, their_model: Theirs) -> None:
     cache = CacheConfig(gpu_memory_utilization=0.2)
-    with on_gpu(seeing_directory, "auto", cache_config=cache) as engine:
+    records = Records()
+    with on_gpu(seeing_directory, "auto", cache_config=cache, trace_config=TraceConfig(readers=(records,))) as engine:
         check_answers(engine, their_model, list(QUESTIONS.values())[:3])
         engine.update_weights(seeing_directory)
         check_answers(engine, their_model, list(QUESTIONS.values())[:3])
+        assert [event.num_bytes > 0 for _, event in records.of(GraphsCaptured)] == [True, True]
 
 
 def test_guesses_of_a_draft_model_are_checked_on_the_device(seeing_directory: Path, their_model: Theirs) -> None:
     limits = setting(64, method="ngram", tokens=2048, debug=False)
     with on_gpu(seeing_directory, "auto", **limits) as engine:
         check_answers(engine, their_model, list(QUESTIONS.values()))
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every replay of a graph."""
+    seen: list[Any] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def noted(self: torch.cuda.CUDAGraph) -> None:
+        seen.append(self)
+        replay(self)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", noted)
+    return seen
+
+
+PROMPTS = [list(range(5, 5 + length)) for length in (9, 30, 5, 17, 3)]
+
+
+def texts_of(engine: LLMEngine) -> list[tuple[int, ...]]:
+    """The answers to texts that end one by one, so that batches of every size run."""
+    params = [greedy(12 - number) for number in range(len(PROMPTS))]
+    return [output.token_ids for output in engine.generate_batch(PROMPTS, params).values()]
+
+
+@pytest.mark.parametrize("most", [1, 5, 12])
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
+def test_replayed_steps_give_the_tokens_of_eager_ones(
+    tiny_directory: Path, method: Any, most: int, replays: list[Any]
+) -> None:
+    limits = setting(most, method=method, tokens=2048, debug=False, draft_model=tiny_directory)
+    with on_gpu(tiny_directory, "triton", cuda_graphs=False, **limits) as engine:
+        expected = texts_of(engine)
+        assert not replays and runner_of(engine).model.step is None
+    with on_gpu(tiny_directory, "triton", **limits) as engine:
+        assert texts_of(engine) == expected
+        assert texts_of(engine) == expected
+        assert len(replays) > 10 and len(set(map(id, replays))) > (most > 1)
+
+
+def test_a_replay_allocates_nothing_and_moves_nothing(tiny_directory: Path) -> None:
+    with on_gpu(tiny_directory, "triton", **setting(5, method="ngram", drafts=2, tokens=2048, debug=False)) as engine:
+        step: Any = runner_of(engine).model.step
+        tensors = (*step.inputs.tensors(), step.output)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        device = torch.device("cuda")
+        for lens in ([1], [1, 1, 1], [3, 2, 1], [3, 3, 3, 3, 3]):
+            total = sum(lens)
+            tables = torch.zeros((len(lens), 2), dtype=torch.int32, device=device)
+            slots = torch.zeros(total, dtype=torch.int64, device=device)
+            layout = AttentionMetadata.build(lens, [4] * len(lens), tables, slots, device)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            with torch.inference_mode():
+                assert step(slots, slots, layout).shape[0] == total
+            torch.cuda.synchronize()
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert [tensor.data_ptr() for tensor in tensors] == addresses
+
+
+def test_a_decode_step_waits_for_its_tokens_and_for_nothing_else(tiny_directory: Path) -> None:
+    params = [greedy(12), greedy(12, temperature=1.0, seed=1), greedy(12, logprobs=2), greedy(12)]
+    with on_gpu(tiny_directory, "triton", **setting(5, tokens=2048, debug=False)) as engine:
+        for prompt, own in zip(PROMPTS, params, strict=False):
+            engine.add_request(prompt, own)
+        for _ in range(4):
+            engine.step()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as waits:
+                warnings.simplefilter("always")
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        # The tokens, the flags of unusable rows, and five columns of log-probabilities, all behind the last launch.
+        assert 2 <= len(waits) <= 7, [str(wait.message) for wait in waits]
+
+
+def test_a_step_that_cannot_be_captured_leaves_the_device_usable(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_gpu(tiny_directory, "triton", cuda_graphs=False) as engine:
+        expected = texts_of(engine)
+    usual = MLP.__call__
+
+    def asking_mlp(self: MLP, hidden: torch.Tensor) -> torch.Tensor:
+        hidden.sum().item()
+        return usual(self, hidden)
+
+    monkeypatch.setattr(MLP, "__call__", asking_mlp)
+    records, stream = Records(), torch.cuda.current_stream()
+    with on_gpu(tiny_directory, "triton", trace_config=TraceConfig(readers=(records,))) as engine:
+        ((_, event),) = records.of(GraphsUnavailable)
+        assert "captur" in event.reason and torch.cuda.current_stream() == stream
+        assert texts_of(engine) == expected
+
+
+def test_kv_takes_what_the_graphs_leave(tiny_directory: Path, replays: list[Any]) -> None:
+    """Nearly all memory is named, and the graphs are captured behind the KV memory: they must find theirs."""
+    records, cache = Records(), CacheConfig(gpu_memory_utilization=0.97)
+    limits = {**setting(64, debug=False), "cache_config": cache, "trace_config": TraceConfig(readers=(records,))}
+    with on_gpu(tiny_directory, "triton", **limits) as engine:
+        assert records.of(GraphsCaptured) and not records.of(GraphsUnavailable)
+        free, total = torch.cuda.mem_get_info()
+        assert total - free <= 0.975 * total
+        texts_of(engine)
+        assert replays

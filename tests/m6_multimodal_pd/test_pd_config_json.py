@@ -23,6 +23,7 @@ CONFIG = EngineConfig(
         seed=2**63 - 1,
         load_format="dummy",
         attention_backend="torch",
+        cuda_graphs=False,
     ),
     scheduler=SchedulerConfig(
         max_num_seqs=5,
