@@ -5,8 +5,9 @@ and the rest of the device's share becomes KV blocks. vLLM: `determine_available
 `v1/worker/gpu_worker.py`; SGLang: `profile_max_num_token`.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ from m1_single_request.errors import ConfigError
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec, MemoryProfile
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.step_threads import StepThreads
+
+ResultT = TypeVar("ResultT")
 
 
 class GPUWorker:
@@ -54,9 +57,13 @@ class GPUWorker:
 
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
         """Run a step, described in the format of the model runner; return its tokens."""
+        return self.run(self.model_runner.execute_model, decision)
+
+    def run(self, call: Callable[[Any], ResultT], argument: Any) -> ResultT:
+        """Return `call(argument)`, run on the device with the threads of a step."""
         # Triton runs a kernel on the current device, not on the device of its arguments.
         with torch.inference_mode(), self._on_device, self._step_threads:
-            return self.model_runner.execute_model(decision)
+            return call(argument)
 
     def free_request(self, request_id: str) -> None:
         """Remove the state of a request; does nothing for an unknown id."""

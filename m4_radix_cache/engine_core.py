@@ -66,8 +66,12 @@ class EngineCore(EngineCoreBase):
         outputs = super().run_step()
         self._counters = self.scheduler.counters()
         if self.scheduler.pools.debug:
-            self.scheduler.check_invariants()
+            self.check_invariants()
         return outputs
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if queues and memory contradict each other."""
+        self.scheduler.check_invariants()
 
     def clear_kv_caches(self) -> None:
         """Do nothing: the scheduler has freed the KV."""
@@ -98,12 +102,15 @@ class EngineCore(EngineCoreBase):
         return self.scheduler.stats(vars(super().stats()) | self._counters)
 
     def _execute(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
-        """Run a batch; a request without a token in the output ends with its error."""
+        """Run a batch, and check its output."""
         self._record.request_ids = batch.rids
         self._record.num_tokens = len(batch.input_ids)
         self._record.num_prompt_tokens = batch.num_prompt_tokens
-        expected = dict(zip(batch.rids, batch.sample_lens, strict=True))
-        output = checked(self.executor.execute_model(batch), expected)
+        return self._accept(batch, self.executor.execute_model(batch))
+
+    def _accept(self, batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Check the output of a batch; a request without a token in it ends with its error."""
+        output = checked(output, dict(zip(batch.rids, batch.sample_lens, strict=True)))
         for request_id, error in output.errors.items():
             self._fail([request_id], error)
         self._record.ms["execute"] -= output.sample_seconds * 1e3

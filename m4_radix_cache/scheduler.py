@@ -87,7 +87,7 @@ class Scheduler:
     def schedule(self) -> ScheduleBatch | None:
         """Choose the batch of the next step; return None if there is nothing to compute."""
         self.cur_batch = self.get_next_batch_to_run()
-        if self.cur_batch is None and self._is_stuck():
+        if self.cur_batch is None and self.is_stuck():
             raise PartError(self.nothing_runs)
         if self.cur_batch is not None:
             self.tracer.emit(self.batch_event.of, self.cur_batch, self)
@@ -105,13 +105,13 @@ class Scheduler:
         if batch is not None and output is not None:
             changed = list(self.process_batch_result(batch, output))
         elif batch is not None:
-            self._send_back([req for req in batch.reqs if req.to_finish is None])
+            self.send_back([req for req in batch.reqs if req.to_finish is None])
             batch.filter_batch([])
         if marked:
             settled = {req.rid for req in changed}
             changed += [req for req in marked if req.rid not in settled]
         for req in [req for req in changed if req.to_finish is not None]:
-            self._finish(req)
+            self.finish(req)
         self.last_batch = batch if batch is not self.running_batch else None  # it joins the running batch next
         if not self.requests:
             self.new_token_ratio.reset()
@@ -274,7 +274,7 @@ class Scheduler:
         A request that does not fit although it is alone ends with an error.
         """
         batch, rows = self.running_batch, self.pools.req_to_token_pool
-        self._send_back(retract(batch, candidates, self.preemption, self.new_token_ratio, self.tracer))
+        self.send_back(retract(batch, candidates, self.preemption, self.new_token_ratio, self.tracer))
         if not batch.reqs:
             return False
         if batch.check_decode_mem():
@@ -284,7 +284,7 @@ class Scheduler:
             self.finish_requests([req.rid], FinishError(outgrown(req, self.pools)))
         return False
 
-    def _send_back(self, reqs: Iterable[Req]) -> None:
+    def send_back(self, reqs: Iterable[Req]) -> None:
         """Queue running requests again. The policy puts them before all others."""
         for req in reqs:
             if req.req_pool_idx is not None:
@@ -295,7 +295,7 @@ class Scheduler:
             self.waiting_queue.append(req)
             self.batch_is_full = False
 
-    def _is_stuck(self) -> bool:
+    def is_stuck(self) -> bool:
         """Return whether there are requests and none ends: then, after a step without a batch, every step is empty."""
         return bool(self.requests) and all(req.to_finish is None for req in self.requests.values())
 
@@ -306,16 +306,24 @@ class Scheduler:
         self.marked |= marked
         return list(marked)
 
-    def _finish(self, req: Req) -> None:
-        """End a request. Its KV goes to the cache, unless the request failed."""
-        assert req.to_finish is not None
+    def finish(self, req: Req) -> None:
+        """End a marked request, and free its KV."""
         if req.req_pool_idx is not None:
-            self.tree_cache.cache_finished_req(req, is_insert=not isinstance(req.to_finish, FinishError))
-            self.batch_is_full = False
-            self.unreported.append(req.rid)
+            self.release(req)
         elif req in self.waiting_queue:
             self.waiting_queue.remove(req)
             self.batch_is_full = False  # the others may have waited for it
+        self.leave(req)
+
+    def release(self, req: Req) -> None:
+        """Free the row and the KV of a request that ends. The KV goes to the cache, unless the request failed."""
+        self.tree_cache.cache_finished_req(req, is_insert=not isinstance(req.to_finish, FinishError))
+        self.batch_is_full = False
+        self.unreported.append(req.rid)
+
+    def leave(self, req: Req) -> None:
+        """Remove a marked request from the unfinished ones."""
+        assert req.to_finish is not None
         self.marked.pop(req.rid, None)
         del self.requests[req.rid]
         self.updater.end(req, req.to_finish)

@@ -114,11 +114,14 @@ class ModelRunner:
         An exception fails the requests of this step, and no other; `torch.AcceleratorError` means that the device is
         lost.
         """
-        drafts: Drafts | None = None
-        if self.draft_runner is not None or batch.spec_info is not None:
-            batch, drafts = self._drafted(batch)
+        batch, drafts = self.drafted(batch)
         forward_batch = self.prepare(batch)
-        hidden = self.forward(forward_batch)
+        return self.sample(batch, forward_batch, self.forward(forward_batch), drafts)
+
+    def sample(
+        self, batch: ModelWorkerBatch, forward_batch: ForwardBatch, hidden: Tensor, drafts: Drafts | None = None
+    ) -> ModelRunnerOutput:
+        """Sample from the hidden states of a forward, and verify its drafts."""
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         began = time.perf_counter()
         prompt_rows: dict[str, tuple[LogprobRow, ...]] = {}
@@ -165,7 +168,7 @@ class ModelRunner:
         if self.draft_runner is not None:
             self.draft_runner.shutdown()
 
-    def _drafted(self, batch: ModelWorkerBatch) -> tuple[ModelWorkerBatch, Drafts | None]:
+    def drafted(self, batch: ModelWorkerBatch) -> tuple[ModelWorkerBatch, Drafts | None]:
         """Return the step with its drafts, and the drafts: the proposer's, or the draft model's."""
         if self.draft_runner is None:
             return batch, None if batch.spec_info is None else Drafts(batch.spec_info.draft_token_ids, None)

@@ -64,17 +64,22 @@ class ResultProcessor:
 
     def _commit(self, run: Run, batch: ScheduleBatch, output: ModelRunnerOutput) -> None:
         """Append the tokens of a request, up to a stop, and count its drafts."""
-        req, drafts = run.req, batch.drafts[run.place] if batch.drafts else []
-        if drafts:
-            self.speculation.verified(req, len(drafts), len(run.token_ids) - 1)
-            drafted = output.draft_token_ids.get(req.rid, []) if isinstance(output, StepOutput) else []
-            self.tracer.emit(Verified.of, req, run.token_ids, drafted, self.speculation.method)
+        req = run.req
+        self.verified(run, batch, output)
         is_prompt = run.place < batch.num_prompts
         if not is_prompt and commit_run_simply(self.updater, req, run.token_ids):
             return
         sampled = SampledTokens(tuple(run.token_ids), tuple(run.logprobs), output.prompt_logprobs.get(req.rid))
         num_new_kv = req.extend_input_len if is_prompt else 1
         self.updater.commit(req, sampled, num_new_kv=num_new_kv)
+
+    def verified(self, run: Run, batch: ScheduleBatch, output: ModelRunnerOutput) -> None:
+        """Count the drafts of a request."""
+        drafts = batch.drafts[run.place] if batch.drafts else []
+        if drafts:
+            self.speculation.verified(run.req, len(drafts), len(run.token_ids) - 1)
+            drafted = output.draft_token_ids.get(run.req.rid, []) if isinstance(output, StepOutput) else []
+            self.tracer.emit(Verified.of, run.req, run.token_ids, drafted, self.speculation.method)
 
     def _commit_piece(self, chunked: Req, output: ModelRunnerOutput) -> None:
         """Commit the KV of a prompt piece, and insert it into the cache. The request gets no token."""

@@ -34,7 +34,7 @@ from m5_chunked_prefill_spec.speculative.speculation import Speculation
 class Scheduler(RadixScheduler):
     """m4's scheduler with other decisions: `get_next_batch_to_run` and `process_batch_result`.
 
-    `counters` adds those of speculation, `_finish` and `reset` also delete the state of
+    `counters` adds those of speculation, `leave` and `reset` also delete the state of
     prompts, and `in_batches` and `check_invariants` take account of the request in pieces.
     """
 
@@ -118,10 +118,10 @@ class Scheduler(RadixScheduler):
         """Raise AssertionError if queues, batches and memory contradict each other; tests call it after each step."""
         check_scheduler(self, self.waiting_queue, self.with_rows())
 
-    def _finish(self, req: Req) -> None:
-        """End a request. Its KV goes to the cache, unless the request failed."""
+    def leave(self, req: Req) -> None:
+        """Remove a marked request from the unfinished ones."""
         self.prompts.passed_over.pop(req.rid, None)
-        super()._finish(req)
+        super().leave(req)
 
     def reset(self, reason: BaseFinishReason) -> None:
         """End all requests with `reason`, outside a step. Afterwards queues and cache are empty, all memory is free."""

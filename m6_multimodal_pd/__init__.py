@@ -24,9 +24,9 @@ from m1_single_request.face import *
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.errors import PoolError
-from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
+from m5_chunked_prefill_spec.config import SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
-from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, ModelConfig, MultimodalConfig
+from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, ModelConfig, MultimodalConfig, SchedulerConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.errors import (
     EngineLostError,

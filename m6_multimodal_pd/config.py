@@ -14,7 +14,11 @@ from m1_single_request.config import check_whole_number
 from m1_single_request.errors import ConfigError, shown
 from m3_paged_attention.config import ModelConfig as PagedModelConfig
 from m4_radix_cache.config import check_flag
-from m5_chunked_prefill_spec.config import EngineConfig as ChunkedEngineConfig, check_positive
+from m5_chunked_prefill_spec.config import (
+    EngineConfig as ChunkedEngineConfig,
+    SchedulerConfig as ChunkedSchedulerConfig,
+    check_positive,
+)
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 
 DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-vl"
@@ -43,6 +47,23 @@ class ModelConfig(PagedModelConfig):
     def wants_graphs(self) -> bool:
         """Whether steps are to be captured, with the default of the device."""
         return self.torch_device().type == "cuda" if self.cuda_graphs is None else self.cuda_graphs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(ChunkedSchedulerConfig):
+    """m5's settings, and whether steps overlap."""
+
+    enable_overlap: bool | None = None
+    """Whether a step is launched before the one before is booked (`overlap/`). None: on CUDA."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.enable_overlap is not None:
+            check_flag("enable_overlap", self.enable_overlap)
+
+    def overlaps(self, device_type: str) -> bool:
+        """Return whether steps overlap on a device of this type."""
+        return device_type == "cuda" if self.enable_overlap is None else self.enable_overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +128,7 @@ class EngineConfig(ChunkedEngineConfig):
     """All settings of an m6 engine. The field `x` is the engine's keyword `x_config`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
     disaggregation: DisaggregationConfig | None = None
     """Prefill and decode in separate engines; None: one engine does both."""

@@ -24,9 +24,9 @@ from m3_paged_attention import demo as m3
 from m4_radix_cache import demo as m4
 from m4_radix_cache.demo_tour import sized
 from m5_chunked_prefill_spec import demo as m5
-from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
+from m5_chunked_prefill_spec.config import SpeculativeConfig
 from m6_multimodal_pd import DisaggregationConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams
-from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.config import MultimodalConfig, SchedulerConfig
 from m6_multimodal_pd.demo_terminal import shown
 from m6_multimodal_pd.demo_tour import MOST_COLUMNS, Tour, options_for, starting
 from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling

@@ -96,10 +96,12 @@ class EngineCore(RadixEngineCore):
 
     def _execute(self, batch: PlainModelWorkerBatch) -> ModelRunnerOutput:
         """Run a batch, with the images of its requests."""
+        return super()._execute(self.with_images(batch))
+
+    def with_images(self, batch: PlainModelWorkerBatch) -> PlainModelWorkerBatch:
+        """Return a batch with the images of its requests."""
         inputs = [cast(Req, self.scheduler.requests[rid]).multimodal_inputs for rid in batch.rids]
-        if any(inputs):
-            batch = ModelWorkerBatch(**vars(batch), multimodal_inputs=inputs)
-        return super()._execute(batch)
+        return ModelWorkerBatch(**vars(batch), multimodal_inputs=inputs) if any(inputs) else batch
 
     def run_step(self) -> dict[str, RequestOutput]:
         """Run one step and add it to the totals."""

@@ -40,6 +40,7 @@ from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.operations import Operations
+from m6_multimodal_pd.overlap.engine_core import OverlapEngineCore
 from m6_multimodal_pd.prefill_adder import PrefillAdder
 from m6_multimodal_pd.request import Req
 from m6_multimodal_pd.weight_loader import WeightLoader
@@ -90,7 +91,7 @@ class PreparedEngine:
         weight_loader = WeightLoader(
             config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
         )
-        return parts["engine_core"](
+        return engine_core_class(config, parts)(
             input_processor=build_input_processor(
                 config, limits, parts, loaded, size, media=self.media, guesses_texts_only=self.drafting is not None
             ),
@@ -131,6 +132,17 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
     described = describe_model(config.model)
     media = media_reader_of(config, parts, described)
     return build_disaggregated(config, parts, tracer, described=described, media=media, prepare=prepare)
+
+
+def engine_core_class(config: EngineConfig, parts: Mapping[str, Any]) -> Any:
+    """Return the class of the engine core. Raises `ConfigError` for overlapped steps of a class that has none."""
+    if not config.scheduler.overlaps(config.model.torch_device().type):
+        return parts["engine_core"]
+    if parts["engine_core"] is EngineCore:
+        return OverlapEngineCore
+    if config.scheduler.enable_overlap:
+        raise ConfigError("enable_overlap=True has no effect on an engine_core of your own")
+    return parts["engine_core"]
 
 
 def media_reader_of(config: EngineConfig, parts: Mapping[str, Any], model: ModelDescription) -> MediaReader | None:

@@ -61,7 +61,7 @@ class NativeStep:
         """`model`: a `Decoder` whose layers the kernels compute completely (`NativeBackend.step`)."""
         config = model.config
         self.model, self.kv = model, kv
-        self._run_layers = run_layers
+        self.run_layers = run_layers
         self._known = list(model.layers)
         layers = [_layer(layer, *kv.layer(index)) for index, layer in enumerate(model.layers)]
         self._layers = (CLayer * len(layers))(*layers)
@@ -81,7 +81,7 @@ class NativeStep:
             sin=model.rotary.sin.data_ptr(),
             layers=ctypes.addressof(self._layers),
         )
-        self._address = ctypes.addressof(self._table)
+        self.address = ctypes.addressof(self._table)
         self._room = 0  # tokens that fit into the working memory
 
     def takes(self, metadata: AttentionMetadata, kv: KVStorage) -> bool:
@@ -94,10 +94,20 @@ class NativeStep:
 
         `input_ids` and `positions` are int64 `[num_tokens]`.
         """
+        input_ids, positions = input_ids.contiguous(), positions.contiguous()
+        output = self.fill(input_ids, positions, metadata)
+        self.run_layers(self.address)
+        return output
+
+    def fill(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Write the pointers to a step's inputs to the table, and return its output, which `run_layers` writes.
+
+        The caller keeps the inputs until then.
+        """
         num_tokens, tables = input_ids.shape[0], metadata.block_tables
         if num_tokens > self._room:
             self._make_room(max(num_tokens, 2 * self._room))
-        input_ids, positions = input_ids.contiguous(), positions.contiguous()
+        assert input_ids.is_contiguous() and positions.is_contiguous()
         output = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self.model.dtype)
         table = self._table
         table.num_tokens, table.num_prefill_tokens = num_tokens, metadata.num_prefill_tokens
@@ -107,7 +117,6 @@ class NativeStep:
         table.slots, table.starts = metadata.slot_mapping.data_ptr(), metadata.query_start_loc.data_ptr()
         table.lengths, table.tables = metadata.seq_lens.data_ptr(), tables.data_ptr()
         table.output = output.data_ptr()
-        self._run_layers(self._address)
         return output
 
     def _make_room(self, num_tokens: int) -> None:

@@ -32,7 +32,7 @@ class DecodeScheduler(Scheduler):
     """m5's scheduler with queues before the running batch (`add_request`), whose requests join it in a prebuilt batch
     (`get_next_batch_to_run`).
 
-    `_finish`, `_is_stuck`, `reset` and `check_invariants` know the requests in these queues.
+    `leave`, `is_stuck`, `reset` and `check_invariants` know the requests in these queues.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -69,16 +69,16 @@ class DecodeScheduler(Scheduler):
             req.status = RequestStatus.RUNNING
         return PrebuiltBatch(coming, self.pools, self.sampling_info_of(coming))
 
-    def _finish(self, req: Req) -> None:
-        """End a request, in whichever queue it is."""
+    def leave(self, req: Req) -> None:
+        """Remove a marked request from the unfinished ones, in whichever queue it is."""
         for queue in (self.prealloc_queue, self.transfer_queue, self.arrivals):
             queue.pop(req.rid, None)
         self.first_tokens.pop(req.rid, None)
-        super()._finish(req)
+        super().leave(req)
 
-    def _is_stuck(self) -> bool:
+    def is_stuck(self) -> bool:
         """Return whether every step from now on is empty: no request ends, or waits for room or KV."""
-        return not self.elsewhere and super()._is_stuck()
+        return not self.elsewhere and super().is_stuck()
 
     def reset(self, reason: BaseFinishReason) -> None:
         """End all requests with `reason`, outside a step. Afterwards queues and cache are empty, all memory is free."""

@@ -16,9 +16,9 @@ from m6_multimodal_pd.disaggregation.first_token import HANDED_ON
 
 
 class PrefillScheduler(Scheduler):
-    """m5's scheduler with a queue before the waiting queue (`add_request`) and one behind the prompt (`_finish`).
+    """m5's scheduler with a queue before the waiting queue (`add_request`) and one behind the prompt (`finish`).
 
-    `_is_stuck`, `reset` and `check_invariants` know the requests in these queues.
+    `leave`, `is_stuck`, `reset` and `check_invariants` know the requests in these queues.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -43,19 +43,23 @@ class PrefillScheduler(Scheduler):
         """Move a request into the waiting queue: the decode engine has room for it."""
         self.waiting_queue.append(self.bootstrap_queue.pop(rid))
 
-    def _finish(self, req: Req) -> None:
-        """End a request, unless it has just got its first token: then its KV stays until all of it has arrived."""
-        if req.to_finish is HANDED_ON:
-            req.to_finish, req.status = None, RequestStatus.TRANSFERRING
-            self.inflight_queue[req.rid] = req
+    def finish(self, req: Req) -> None:
+        """End a marked request. If it has just got its first token, its KV stays until all of it has arrived."""
+        if req.to_finish is not HANDED_ON:
+            super().finish(req)
             return
+        req.to_finish, req.status = None, RequestStatus.TRANSFERRING
+        self.inflight_queue[req.rid] = req
+
+    def leave(self, req: Req) -> None:
+        """Remove a marked request from the unfinished ones, in whichever queue it is."""
         self.bootstrap_queue.pop(req.rid, None)
         self.inflight_queue.pop(req.rid, None)
-        super()._finish(req)
+        super().leave(req)
 
-    def _is_stuck(self) -> bool:
+    def is_stuck(self) -> bool:
         """Return whether every step from now on is empty: no request ends or waits for a decode engine."""
-        return not self.elsewhere and super()._is_stuck()
+        return not self.elsewhere and super().is_stuck()
 
     def reset(self, reason: BaseFinishReason) -> None:
         """End all requests with `reason`, outside a step. Afterwards queues and cache are empty, all memory is free."""

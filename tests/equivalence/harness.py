@@ -185,6 +185,7 @@ def random_guesses() -> Mapping[str, Any]:
     return {"proposer": importlib.import_module("tests.m5_chunked_prefill_spec.engines").Guessing}
 
 
+OVERLAP = {"enable_overlap": True}
 ON_ONE_MODEL: dict[str, Any] = {"models": ("qwen3",), "ways": {"generate_batch": 1, "step": 2}}
 
 VARIANTS = [
@@ -241,6 +242,42 @@ VARIANTS = [
     _m6("retracted", cache={"page_size": 4}, guesses={"method": "ngram"}, retracted=True, **ON_ONE_MODEL),
     _m6("chunk", cache={"page_size": 4, "prefix_cache": "chunk"}, **ON_ONE_MODEL),
     _m6("native", backend="native", ways={"generate_batch": 2}),
+    _m6(
+        "overlap",
+        backend="native",
+        scheduler=OVERLAP,
+        ways={"generate": 4, "generate_batch": 1, "stream": 4, "step": 2},
+    ),
+    _m6(
+        "overlap-16-1",
+        backend="native",
+        cache={"page_size": 1},
+        scheduler=OVERLAP | {"max_num_batched_tokens": 16},
+        **ON_ONE_MODEL,
+    ),
+    _m6(
+        "overlap-prefill-first",
+        backend="native",
+        scheduler=OVERLAP | {"schedule": "prefill_first", "chunked_prefill_size": 16},
+        **ON_ONE_MODEL,
+    ),
+    _m6(
+        "overlap-retracted", backend="native", cache={"page_size": 4}, scheduler=OVERLAP, retracted=True, **ON_ONE_MODEL
+    ),
+    _m6(
+        "overlap-draft",
+        backend="native",
+        scheduler=OVERLAP,
+        guesses={"method": "draft_model", "model": ITSELF},
+        ways={"generate_batch": 2, "step": 4},
+    ),
+    _m6(
+        "overlap-chunk",
+        backend="native",
+        cache={"page_size": 4, "prefix_cache": "chunk"},
+        scheduler=OVERLAP,
+        **ON_ONE_MODEL,
+    ),
 ]
 
 

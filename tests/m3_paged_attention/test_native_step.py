@@ -56,8 +56,8 @@ def counted(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
     """Return a function that returns the number of calls of all layers at once."""
     calls: list[object] = []
     step = loaded.model.step
-    run = step._run_layers
-    monkeypatch.setattr(step, "_run_layers", lambda table: (calls.append(table), run(table)))
+    run = step.run_layers
+    monkeypatch.setattr(step, "run_layers", lambda table: (calls.append(table), run(table)))
     return lambda: len(calls)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from m6_multimodal_pd import MultimodalConfig
+from m6_multimodal_pd import MultimodalConfig, SchedulerConfig
 from tests.m5_chunked_prefill_spec.engines import (
     Guessing as Guessing,
     check_drained as check_drained,
@@ -22,9 +22,14 @@ from tests.support.engines import (
 )
 
 
-def setting(*args: Any, multimodal: Mapping[str, Any] | None = None, **limits: Any) -> dict[str, Any]:
+def setting(
+    *args: Any, multimodal: Mapping[str, Any] | None = None, enable_overlap: bool | None = None, **limits: Any
+) -> dict[str, Any]:
     """m5's keywords of an engine with these limits, and fields of `MultimodalConfig`."""
-    return {**m5_setting(*args, **limits), "multimodal_config": MultimodalConfig(**dict(multimodal or {}))}
+    keywords = m5_setting(*args, **limits)
+    scheduler = SchedulerConfig(**vars(keywords["scheduler_config"]), enable_overlap=enable_overlap)
+    more = {"scheduler_config": scheduler, "multimodal_config": MultimodalConfig(**dict(multimodal or {}))}
+    return keywords | more
 
 
 def check_step(engine: Any) -> None:

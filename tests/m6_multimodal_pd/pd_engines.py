@@ -238,7 +238,7 @@ class Group:
     def check(self) -> None:
         """What must hold after every step."""
         for engine in self.engines.values():
-            engine.core.scheduler.check_invariants()
+            engine.core.check_invariants()
             if isinstance(engine.side.transport, StagedSource):
                 engine.side.transport.check_invariants()
             assert {o.req.rid for o in engine.side.rooms.values()} == set(engine.core.scheduler.requests)

@@ -18,6 +18,7 @@ from m3_paged_attention.models.layers import MLP
 from m6_multimodal_pd import CacheConfig, LLMEngine, ModelConfig, SamplingParams, TraceConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.events import GraphsCaptured, GraphsUnavailable
+from m6_multimodal_pd.overlap.events import StepArrived, StepLaunched
 from tests.equivalence.harness import check_answer, check_cuts
 from tests.m6_multimodal_pd.engines import counts, greedy, runner_of, setting
 from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking
@@ -81,6 +82,16 @@ def test_an_engine_sizes_its_memory_and_loads_other_weights(seeing_directory: Pa
         engine.update_weights(seeing_directory)
         check_answers(engine, their_model, list(QUESTIONS.values())[:3])
         assert [event.num_bytes > 0 for _, event in records.of(GraphsCaptured)] == [True, True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overlapped_steps_answer_as_the_normal_loop(seeing_directory: Path, their_model: Theirs, backend: str) -> None:
+    records, limits = Records(), setting(tokens=2048, debug=False, enable_overlap=True)
+    with on_gpu(seeing_directory, backend, **limits, trace_config=TraceConfig(readers=(records,))) as engine:
+        check_answers(engine, their_model, list(QUESTIONS.values()))
+        check_answers(engine, their_model, list(QUESTIONS.values()))
+    assert all(event.is_async for _, event in records.of(StepLaunched))
+    assert any(event.device_ms > event.waited_ms for _, event in records.of(StepArrived))
 
 
 def test_guesses_of_a_draft_model_are_checked_on_the_device(seeing_directory: Path, their_model: Theirs) -> None:

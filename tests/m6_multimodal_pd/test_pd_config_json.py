@@ -32,6 +32,7 @@ CONFIG = EngineConfig(
         chunked_prefill_size=17,
         schedule_policy="fcfs",
         schedule_conservativeness=0.1,
+        enable_overlap=True,
         cost_table=CostTable((1, 2, 8), (0.1, 0.25, 1e-300 + 1), 0.3, 0.4),
     ),
     cache=CacheConfig(page_size=4, eviction_policy="lfu", max_total_tokens=400, debug=True),

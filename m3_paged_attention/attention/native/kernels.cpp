@@ -9,11 +9,13 @@
 //     attention.h    over the blocks of a table: one new token per sequence, then many; the KV store
 //     pointwise.h    norms, rotary, SiLU
 //     layers.h       all layers of a step
+//     thread.h       a thread that runs them while Python does something else
 
 #include "attention.h"
 #include "layers.h"
 #include "linear.h"
 #include "pointwise.h"
+#include "thread.h"
 
 // The functions that Python calls, each for float32 and bfloat16.
 #define EXPORTS(T, suffix)                                                                                             \
@@ -61,4 +63,8 @@
 extern "C" {
 EXPORTS(float, float32)
 EXPORTS(bfloat16, bfloat16)
+StepThread* thread_start() { return new StepThread; }
+void thread_launch(StepThread* thread, StepThread::Call call, const void* argument) { thread->launch(call, argument); }
+double thread_wait(StepThread* thread) { return thread->wait(); }
+void thread_stop(StepThread* thread) { delete thread; }
 }

@@ -1,0 +1,285 @@
+"""Scheduling before the last result is known, and booking a result after the next step was launched.
+
+Step N + 1 is scheduled as if every request of step N had got a token that ends nothing (`schedule`); its requests are
+changed for that call alone. When the tokens of step N are there, it may turn out that a request has ended, by a stop
+token or an error, while step N + 1 runs. Then its output is reported at once; its row and its slots stay until step
+N + 1 has arrived, whose token for it is dropped. An end by length is foreseen: such a request is not in step N + 1. A
+request that was retracted while its token was on its way gets that token when it arrives, and computes its KV again.
+SGLang: `process_batch_result` in `event_loop_overlap`; vLLM: `num_output_placeholders` of its `AsyncScheduler`.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from m1_single_request.errors import PartError
+from m1_single_request.sampler import SampledTokens
+from m1_single_request.stop_checker import StopChecker
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m4_radix_cache.events import Audit
+from m4_radix_cache.invariants import check_memory, pages_of
+from m4_radix_cache.request import Req
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+from m4_radix_cache.schedule_batch import ScheduleBatch as PlainScheduleBatch
+from m5_chunked_prefill_spec.events import RolledBack
+from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
+from m5_chunked_prefill_spec.result_processor import commit_run_simply
+from m5_chunked_prefill_spec.schedule_batch import Run, ScheduleBatch
+from m5_chunked_prefill_spec.scheduler import Scheduler
+from m6_multimodal_pd.disaggregation.first_token import FirstTokenOnly
+from m6_multimodal_pd.overlap.future_map import FutureMap
+
+PLACEHOLDER = -1
+
+
+class EndedId(str):
+    """Id of a request that has ended, in a step that still runs it. It equals no other: a new request may have the same
+    text."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+
+@dataclass(eq=False)
+class Step:
+    """A scheduled step, as it was when it was launched; the living batch goes on."""
+
+    number: int
+    batch: ScheduleBatch
+
+    def num_tokens(self, place: int) -> int:
+        """Return the largest number of tokens that a request may get: none for a piece of its prompt."""
+        batch = self.batch
+        if batch.reqs[place] is batch.chunked_req:
+            return 0
+        return 1 + len(batch.drafts[place]) if batch.drafts else 1
+
+    def rows(self) -> list[tuple[int, Req, int]]:
+        """Return each unfinished request that still has its row: its place in the batch, and its number of tokens with
+        KV after the step."""
+        ends = self.batch.seq_lens.tolist()
+        return [
+            (place, req, ends[place])
+            for place, req in enumerate(self.batch.reqs)
+            if req.req_pool_idx is not None and not req.is_finished
+        ]
+
+    def end(self, req: Req) -> bool:
+        """Drop what the step computes of a request that has ended; return whether it was in it."""
+        if req not in self.batch.reqs:
+            return False
+        place = self.batch.reqs.index(req)
+        self.batch.rids[place] = EndedId(req.rid)  # also in what was launched, which has the same list
+        return True
+
+
+class LateResults:
+    """The two verbs of a scheduler, for steps whose results come late. The decisions are the scheduler's."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.ended: list[Req] = []
+        """Requests that have ended, and have a row until the step in flight has arrived."""
+
+    # --- schedule -----------------------------------------------------------------------------------------------------
+
+    def schedule(self, in_flight: Step | None) -> ScheduleBatch | None:
+        """Choose the batch of the next step, before the result of the one in flight is known; None if there is nothing
+        to launch."""
+        scheduler = self.scheduler
+        scheduler.merge_last_batch()
+        running = scheduler.running_batch
+        running.filter_batch([i for i, req in enumerate(running.reqs) if not self._ends_with(in_flight, req)])
+        with self._as_if_arrived(in_flight):
+            batch = scheduler.cur_batch = scheduler.get_next_batch_to_run()
+        assert batch is None or isinstance(batch, ScheduleBatch)
+        if batch is None and in_flight is None and scheduler.is_stuck():
+            raise PartError(scheduler.nothing_runs)
+        if batch is not None:
+            scheduler.tracer.emit(scheduler.batch_event.of, batch, scheduler)
+            scheduler.unreported = []
+        return batch
+
+    def launched(self, number: int, batch: ScheduleBatch) -> Step:
+        """Return the step of a batch, and let the batch go on with placeholders for its tokens."""
+        step = Step(number, copy.copy(batch))
+        batch.output_ids = FutureMap.placeholders(batch.req_pool_indices)
+        scheduler = self.scheduler
+        scheduler.last_batch = None if batch is scheduler.running_batch else batch  # it joins the running batch next
+        return step
+
+    @contextmanager
+    def _as_if_arrived(self, in_flight: Step | None) -> Iterator[None]:
+        """In the block, the requests of a step are as if each had got its KV and its tokens, for all of its drafts."""
+        before = []
+        rows = (
+            [] if in_flight is None else [(r, end, in_flight.num_tokens(place)) for place, r, end in in_flight.rows()]
+        )
+        for req, end, num_tokens in rows:
+            sequence = req.sequence
+            before.append((req, num_tokens, sequence.num_computed_tokens))
+            sequence.num_computed_tokens = end
+            sequence.output_token_ids.extend([PLACEHOLDER] * num_tokens)
+            if not num_tokens:  # the next piece of its prompt goes on from here
+                assert req.req_pool_idx is not None
+                req.prefix_indices = self.scheduler.pools.req_to_token_pool.read(req.req_pool_idx, 0, end)
+        try:
+            yield
+        finally:
+            for req, num_tokens, num_computed in before:
+                del req.sequence.output_token_ids[len(req.sequence.output_token_ids) - num_tokens :]
+                if req.req_pool_idx is not None:  # it was not retracted
+                    req.sequence.num_computed_tokens = num_computed
+
+    # --- between the verbs --------------------------------------------------------------------------------------------
+
+    def arrived(self, step: Step, output: ModelRunnerOutput | None, scheduled: ScheduleBatch | None) -> None:
+        """Add the tokens of a step to the living rows, and its prompts to the cache, before the next step is launched:
+        so no page that it reads can be freed as a duplicate."""
+        if output is None:
+            return
+        scheduler = self.scheduler
+        living = {id(batch): batch for batch in (scheduler.running_batch, scheduler.last_batch, scheduled) if batch}
+        for batch in living.values():
+            if batch.reqs and batch.sampling_info is not None:
+                advance(batch, batch.sampling_info, output)
+        if step.batch.num_prompts or step.batch.drafts:
+            tokens = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+            for place, req, end in step.rows():
+                rid = step.batch.rids[place]
+                if place < step.batch.num_prompts and req.to_finish is None and rid not in output.errors:
+                    req.kv_committed_len = end
+                    scheduler.tree_cache.cache_unfinished_req(req)
+                elif rid in tokens and len(tokens[rid]) < step.num_tokens(place):
+                    self._take_back(req, step.num_tokens(place) - len(tokens[rid]), living.values(), scheduled)
+
+    def _take_back(
+        self, req: Req, num_tokens: int, living: Iterable[PlainScheduleBatch], scheduled: ScheduleBatch | None
+    ) -> None:
+        """Take back the slots of wrong drafts: the request's next tokens, which are scheduled behind them, move up."""
+        pools, row = self.scheduler.pools, req.req_pool_idx
+        assert row is not None
+        rows, allocator = cast(ReqToTokenPool, pools.req_to_token_pool), pools.token_to_kv_pool_allocator
+        for batch in living:
+            if req not in batch.reqs:
+                continue
+            place = batch.reqs.index(req)
+            batch.seq_lens = batch.seq_lens.copy()
+            batch.seq_lens[place] -= num_tokens
+            end = int(batch.seq_lens[place])
+            if batch is scheduled:
+                count, start = int(scheduled.new_lens[place]), int(scheduled.new_lens[:place].sum())
+                batch.out_cache_loc = batch.out_cache_loc.copy()
+                batch.out_cache_loc[start : start + count] = rows.read(row, end - count, end)
+            allocator.free(rows.truncate(row, end, page_size=allocator.page_size))
+            self.scheduler.tracer.emit(RolledBack, rid=req.rid, num_tokens=num_tokens, committed=end)
+
+    # --- update -------------------------------------------------------------------------------------------------------
+
+    def update(self, step: Step | None, output: ModelRunnerOutput | None, ahead: Step | None) -> list[Req]:
+        """Book a step: append tokens, end finished requests. Return the changed requests.
+
+        `ahead`: the step that is in flight now. `output` is None if the step failed.
+        """
+        scheduler = self.scheduler
+        for req in self.ended:  # the step that has run them in vain is there
+            scheduler.release(req)
+        self.ended = []
+        marked = list(scheduler.marked.values())
+        changed: list[Req] = []
+        if step is not None and output is not None:
+            changed = self._commit(step, output)
+        settled = {req.rid for req in changed}
+        changed += [req for req in marked if req.rid not in settled]
+        for req in [req for req in changed if req.to_finish is not None]:
+            if ahead is not None and req.req_pool_idx is not None and ahead.end(req):
+                scheduler.leave(req)
+                self.ended.append(req)
+            else:
+                scheduler.finish(req)
+        if not scheduler.requests:
+            scheduler.new_token_ratio.reset()
+        if scheduler.pools.debug:
+            scheduler.tracer.emit(Audit.of, scheduler, lambda running, pools: pages_of([*running, *self.ended], pools))
+        return changed
+
+    def nothing_follows(self, step: Step) -> bool:
+        """Return whether no request can be launched after this step, whatever its result is."""
+        scheduler = self.scheduler
+        if scheduler.waiting_queue:
+            return False
+        return all(req.to_finish is not None or self._ends_with(step, req) for req in scheduler.running)
+
+    def check_invariants(self, in_flight: Step | None) -> None:
+        """Raise AssertionError if requests and memory contradict each other, between two calls."""
+        scheduler = self.scheduler
+        with_rows = [req for req in scheduler.requests.values() if req.req_pool_idx is not None]
+        check_memory(with_rows + self.ended, scheduler.pools)
+        flying = {} if in_flight is None else {req.rid: end for _, req, end in in_flight.rows()}
+        for req in scheduler.running:
+            assert req.kv_allocated_len == flying.get(req.rid, req.kv_committed_len), req.rid
+            assert PLACEHOLDER not in req.output_ids, req.rid
+        assert in_flight is not None or not self.ended
+
+    def _ends_with(self, step: Step | None, req: Req) -> bool:
+        """Return whether a token of this step ends a request by its length. A stop checker of the user's may have other
+        rules; then no end is foreseen."""
+        num_tokens = len(req.output_ids) + 1
+        if num_tokens < req.max_new_tokens:  # which may be less than what was asked for, never more
+            return False
+        if step is None or req not in step.batch.reqs or not step.num_tokens(step.batch.reqs.index(req)):
+            return False
+        stop_checker = self.scheduler.updater.stop_checker
+        if isinstance(stop_checker, FirstTokenOnly):
+            return True
+        longest = min(req.sampling_params.max_tokens, stop_checker.max_model_len - len(req.origin_input_ids))
+        return type(stop_checker).check is StopChecker.check and num_tokens >= longest
+
+    def _commit(self, step: Step, output: ModelRunnerOutput) -> list[Req]:
+        """Give the requests of a step their tokens. Return those with a new one."""
+        batch, updater = step.batch, self.scheduler.updater
+        places = {rid: place for place, rid in enumerate(batch.rids)}
+        runs = [
+            Run(places[rid], batch.reqs[places[rid]], token_ids, logprobs)
+            for rid, token_ids, logprobs in zip(output.req_ids, output.sampled_token_ids, output.logprobs, strict=True)
+        ]
+        # a prompt's KV is committed already (`arrived`), and a retracted request has none
+        decodes = [run for run in runs if run.place >= batch.num_prompts and run.req.req_pool_idx is not None]
+        others = [run for run in runs if run.place < batch.num_prompts or run.req.req_pool_idx is None]
+        if not batch.drafts:
+            left = updater.commit_simply([run.req for run in decodes], [run.token_ids[0] for run in decodes])
+            decodes = [decodes[i] for i in left]
+        for run, num_new_kv in [*((run, 1) for run in decodes), *((run, 0) for run in others)]:
+            req = run.req
+            if req.to_finish is None:
+                self.scheduler.results.verified(run, batch, output)
+                of_prompt = output.prompt_logprobs.get(req.rid)
+                sampled = SampledTokens(tuple(run.token_ids), tuple(run.logprobs), of_prompt)
+                if not num_new_kv or not commit_run_simply(updater, req, run.token_ids):
+                    updater.commit(req, sampled, num_new_kv=num_new_kv)
+                if req.req_pool_idx is None:
+                    req.kv_committed_len = 0
+        chunked = batch.chunked_req
+        if chunked is not None and (piece := output.prompt_logprobs.get(chunked.rid)) is not None:
+            chunked.sequence.add_prompt_logprobs(piece)
+        return [run.req for run in runs if not run.req.is_finished]
+
+
+def advance(batch: PlainScheduleBatch, sampling_info: SamplingBatchInfo, output: ModelRunnerOutput) -> None:
+    """Add the tokens of an earlier step to the rows of a batch."""
+    if output.req_ids == batch.rids and all(len(run) == 1 for run in output.sampled_token_ids):
+        sampling_info.advance([run[0] for run in output.sampled_token_ids], 1)
+        return
+    newest = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+    runs = [newest.get(rid, []) for rid in batch.rids]
+    counts = np.array([len(run) for run in runs], dtype=np.int64)
+    sampling_info.advance([token_id for run in runs for token_id in run], counts)

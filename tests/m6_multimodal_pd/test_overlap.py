@@ -1,0 +1,440 @@
+"""One step in flight: when outputs come, what an ended request keeps, and what breaks while a step is on its way."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
+from m1_single_request.trace_readers import Records
+from m3_paged_attention.attention import native_library
+from m5_chunked_prefill_spec.scheduler import Scheduler
+from m6_multimodal_pd import (
+    CacheConfig,
+    ConfigError,
+    EngineDeadError,
+    ForwardError,
+    LLMEngine,
+    ModelConfig,
+    SamplingParams,
+    SchedulerConfig,
+    SpeculativeConfig,
+    TraceConfig,
+)
+from m6_multimodal_pd.engine_core import EngineCore
+from m6_multimodal_pd.model_runner import ModelRunner
+from m6_multimodal_pd.overlap import engine_core
+from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
+from m6_multimodal_pd.overlap.launcher import ForwardOutput
+from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, greedy, setting
+from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
+from tests.m6_multimodal_pd.test_speculation import make_drafting as make_drafting
+from tests.support.engines import held
+
+FEW = 200
+PROMPTS = {"a": [5, 6, 7], "b": [8, 9, 10, 11], "c": [12, 13]}
+
+
+class BreakingLauncher(LateLauncher):
+    """Raises what it is told to when a forward has ended."""
+
+    due: Exception | BaseException | None = None
+
+    def _sample(self, launched: ForwardOutput) -> None:
+        super()._sample(launched)
+        if self.due is not None:
+            error, BreakingLauncher.due = self.due, None
+            raise error
+
+
+@pytest.fixture(autouse=True)
+def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "Launcher", BreakingLauncher)
+    monkeypatch.setattr(BreakingLauncher, "due", None)
+
+
+def overlapped(make_engine: MakeEngine, **limits: Any) -> Any:
+    return make_engine(**setting(8, **{"tokens": FEW, "enable_overlap": True} | limits))
+
+
+def ask(engine: Any, params: SamplingParams | None = None, **prompts: list[int]) -> None:
+    for rid, prompt in (prompts or PROMPTS).items():
+        engine.add_request(prompt, params or greedy(6), request_id=rid)
+
+
+def calls(engine: Any) -> Iterator[dict[str, Any]]:
+    """The outputs of each call of `step`, to the end."""
+    for _ in range(FEW):
+        if not engine.has_unfinished_requests():
+            return
+        yield engine.step()
+        engine.engine_core.check_invariants()
+    raise AssertionError("it does not come to an end")
+
+
+def wanted(make_engine: MakeEngine, params: SamplingParams | None = None) -> dict[str, Any]:
+    """What the normal loop answers."""
+    engine: Any = make_engine(**setting(8, tokens=FEW))
+    ask(engine, params)
+    return {rid: output for outputs in calls(engine) for rid, output in outputs.items()}
+
+
+# --- when outputs come ------------------------------------------------------------------------------------------------
+
+
+def test_each_call_returns_the_step_before_and_the_last_one_two(make_engine: MakeEngine) -> None:
+    engine = overlapped(make_engine)
+    ask(engine, a=PROMPTS["a"])
+    lengths = [[len(output.outputs[0].token_ids) for output in outputs.values()] for outputs in calls(engine)]
+    assert lengths == [[], [1], [2], [3], [4], [6]]
+    assert engine.stats().num_steps == 6
+    check_drained(engine)
+
+
+def test_a_step_is_launched_before_the_one_before_is_booked(make_engine: MakeEngine) -> None:
+    engine, records = overlapped(make_engine), Records()
+    engine.tracer.attach(records)
+    ask(engine)
+    list(calls(engine))
+    order = [(r.step, r.event.kind) for r in records if r.event.kind in ("step_launched", "step_arrived", "step_done")]
+    last = engine.stats().num_steps
+    for step in range(1, last):
+        assert order.index((step, "step_arrived")) < order.index((step + 1, "step_launched"))
+        assert order.index((step + 1, "step_launched")) < order.index((step, "step_done"))
+    assert [step for step, kind in order if kind == "step_done"] == list(range(1, last + 1))
+    launched = records.of(StepLaunched)
+    assert [event.behind for _, event in launched] == [None, *range(1, last)]
+    assert all(event.num_futures == event.num_tokens == 3 for _, event in launched[1:])
+    assert len(records.of(StepArrived)) == last
+
+
+def test_what_is_aborted_with_nothing_in_flight_ends_in_a_step_of_its_own(make_engine: MakeEngine) -> None:
+    engine = overlapped(make_engine)
+    ask(engine)
+    assert engine.abort_request("a")
+    outputs = engine.step()
+    assert [(rid, output.finish_reason) for rid, output in outputs.items()] == [("a", "abort")]
+    rest = [dict(outputs) for outputs in calls(engine)]
+    assert all("a" not in outputs for outputs in rest) and rest[-1].keys() == {"b", "c"}
+    check_drained(engine)
+
+
+# --- ends that nobody could foresee -----------------------------------------------------------------------------------
+
+
+def test_a_request_that_ends_on_a_stop_token_keeps_its_slots_until_its_last_step_has_arrived(
+    make_engine: MakeEngine,
+) -> None:
+    answers = wanted(make_engine, greedy(12))
+    stop = answers["a"].token_ids[3]
+    assert stop not in answers["a"].token_ids[:3]
+    engine = overlapped(make_engine, page_size=1)
+    engine.add_request(PROMPTS["a"], SamplingParams(max_tokens=12, stop_token_ids=[stop]), request_id="a")
+    engine.add_request(PROMPTS["b"], greedy(12), request_id="b")
+    core = engine.engine_core
+    for outputs in calls(engine):
+        if "a" in outputs and outputs["a"].finished:
+            break
+    assert outputs["a"].token_ids == answers["a"].token_ids[:4] and outputs["a"].finish_reason == "stop"
+    (ended,) = core.late.ended
+    assert ended in core.in_flight.step.batch.reqs and ended.kv_allocated_len == len(PROMPTS["a"]) + 4
+    assert held(engine) == ended.kv_allocated_len + core.scheduler.requests["b"].kv_allocated_len
+    outputs = engine.step()
+    assert outputs.keys() == {"b"} and not core.late.ended and ended.req_pool_idx is None
+    last = list(calls(engine))[-1]
+    assert last["b"].token_ids == answers["b"].token_ids
+    check_drained(engine)
+    check_flushed(engine)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "and its step fails"])
+def test_the_id_of_an_ended_request_is_free_while_its_last_step_is_in_flight(
+    make_engine: MakeEngine, fails: bool
+) -> None:
+    answers = wanted(make_engine, greedy(12))
+    stop = answers["a"].token_ids[3]
+    engine = overlapped(make_engine)
+    engine.add_request(PROMPTS["a"], SamplingParams(max_tokens=12, stop_token_ids=[stop]), request_id="a")
+    engine.add_request(PROMPTS["b"], greedy(12), request_id="b")
+    steps = calls(engine)
+    while "a" not in (outputs := next(steps)) or not outputs["a"].finished:
+        pass
+    drawn = SamplingParams(max_tokens=6, temperature=1.0, seed=5, frequency_penalty=0.5, ignore_eos=True)
+    engine.add_request(PROMPTS["c"], drawn, request_id="a")
+    if fails:
+        BreakingLauncher.due = RuntimeError("too late for the first one")
+    last = {rid: output for outputs in steps for rid, output in outputs.items()}
+    engine = make_engine(**setting(8, tokens=FEW))
+    assert last["a"].error is None and last["a"].token_ids == engine.generate(PROMPTS["c"], drawn).token_ids
+    assert (last["b"].error is None) != fails
+
+
+def test_if_all_have_ended_nothing_stays_in_flight(make_engine: MakeEngine) -> None:
+    stop = wanted(make_engine)["a"].token_ids[2]
+    engine = overlapped(make_engine)
+    engine.add_request(PROMPTS["a"], SamplingParams(max_tokens=50, stop_token_ids=[stop]))
+    *_, last = calls(engine)
+    assert [output.finish_reason for output in last.values()] == ["stop"]
+    assert engine.engine_core.in_flight is None and not engine.has_unfinished_requests()
+    check_flushed(engine)
+
+
+SETTINGS = {
+    "drawn": SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True),
+    "penalties": SamplingParams(max_tokens=8, frequency_penalty=1.5, repetition_penalty=1.4, ignore_eos=True),
+    "a bias until the fourth token": SamplingParams(max_tokens=8, min_tokens=4, stop_token_ids=list(range(0, 4096, 3))),
+    "a stop string": SamplingParams(max_tokens=8, stop="e"),
+    "log-probabilities": SamplingParams(max_tokens=8, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+}
+
+
+@pytest.mark.parametrize("beside", [*SETTINGS])
+@pytest.mark.parametrize("name", [*SETTINGS])
+def test_what_the_sampler_keeps_of_a_request_has_its_newest_token(
+    make_engine: MakeEngine, name: str, beside: str
+) -> None:
+    """Also of requests that join and leave beside it."""
+    found = []
+    for overlap in (False, True):
+        engine = make_engine(**setting(8, 12, tokens=FEW, enable_overlap=overlap))
+        outputs: dict[str, Any] = {}
+        for number in range(6):
+            if number % 2 == 0:
+                prompt = [20 + number * 3 + i for i in range(5 + number)]
+                engine.add_request(prompt, SETTINGS[beside if number else name], request_id=f"r{number}")
+            outputs |= engine.step()
+        for more in calls(engine):
+            outputs |= more
+        found.append(
+            {
+                rid: (o.outputs[0].token_ids, o.text, o.finish_reason, o.outputs[0].logprobs, o.prompt_logprobs)
+                for rid, o in outputs.items()
+            }
+        )
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_as_many_drafts_are_accepted_as_in_the_normal_loop(make_drafting: Any, page_size: int) -> None:
+    """So the draft model reads the KV of the right tokens, also where drafts before them were wrong."""
+    found = []
+    for overlap in (False, True):
+        engine = make_drafting(
+            **setting(8, 96, method="draft_model", drafts=3, page_size=page_size, enable_overlap=overlap)
+        )
+        ask(engine, greedy(30))
+        outputs = {rid: output for outputs in calls(engine) for rid, output in outputs.items()}
+        stats = engine.stats()
+        found.append(({rid: o.token_ids for rid, o in outputs.items()}, stats.num_accepted_tokens))
+        assert 5 < stats.num_accepted_tokens < stats.num_draft_tokens - 5
+        check_drained(engine)
+    (said, num_accepted), (said_late, num_accepted_late) = found
+    assert said == said_late
+    assert abs(num_accepted - num_accepted_late) <= len(PROMPTS), "the last step of an answer may have fewer drafts"
+
+
+# --- what breaks in flight --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(make_engine: MakeEngine, call: int) -> None:
+    answers = wanted(make_engine)
+    engine, error = overlapped(make_engine), RuntimeError("the device dropped it")
+    last: dict[str, Any] = {}
+    ask(engine, a=PROMPTS["a"], b=PROMPTS["b"])
+    for number, outputs in enumerate(calls(engine), start=1):
+        last |= outputs
+        if number == call:
+            ask(engine, c=PROMPTS["c"])  # in no step yet
+            BreakingLauncher.due = error
+    assert {rid: output.error for rid, output in last.items()} == {"a": error, "b": error, "c": None}
+    assert last["c"].token_ids == answers["c"].token_ids
+    for rid in ("a", "b"):
+        assert answers[rid].token_ids[: len(last[rid].token_ids)] == last[rid].token_ids
+    check_drained(engine)
+    ask(engine)
+    again = {rid: output.token_ids for outputs in calls(engine) for rid, output in outputs.items()}
+    assert again == {rid: output.token_ids for rid, output in answers.items()}
+    check_flushed(engine)
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError("gone"), EngineDeadError("gone")])
+def test_a_device_lost_in_flight_ends_all_and_the_engine(make_engine: MakeEngine, error: Exception) -> None:
+    engine = overlapped(make_engine)
+    ask(engine)
+    engine.step()
+    BreakingLauncher.due = error
+    last = {rid: output for outputs in calls(engine) for rid, output in outputs.items()}
+    assert last.keys() == PROMPTS.keys() and all(isinstance(o.error, EngineDeadError) for o in last.values())
+    assert held(engine) == 0 and engine.engine_core.in_flight is None
+    with pytest.raises(EngineDeadError):
+        engine.add_request([1])
+    engine.close()
+
+
+def test_an_interrupt_while_a_step_is_in_flight_leaves_a_dead_engine_that_holds_nothing(
+    make_engine: MakeEngine,
+) -> None:
+    engine = overlapped(make_engine)
+    ask(engine)
+    engine.step()
+    BreakingLauncher.due = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert held(engine) == 0 and engine.engine_core.in_flight is None and not engine.has_unfinished_requests()
+    with pytest.raises(EngineDeadError):
+        engine.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_a_row_of_nan_in_flight_ends_its_request_alone(make_engine: MakeEngine, row: int) -> None:
+    answers = wanted(make_engine)
+    engine = overlapped(make_engine)
+    ask(engine)
+    engine.step()
+    engine.step()
+    model = engine.engine_core.executor.worker.model_runner.model
+    original = model.compute_logits
+
+    def broken(hidden: Any) -> Any:
+        model.compute_logits = original
+        logits = original(hidden)
+        logits[row] = float("nan")
+        return logits
+
+    model.compute_logits = broken
+    try:
+        last = {rid: output for outputs in calls(engine) for rid, output in outputs.items()}
+    finally:
+        vars(model).pop("compute_logits", None)
+    for index, rid in enumerate(PROMPTS):
+        if index == row:
+            assert isinstance(last[rid].error, ForwardError)
+        else:
+            assert (last[rid].error, last[rid].token_ids) == (None, answers[rid].token_ids)
+    check_drained(engine)
+
+
+def test_an_engine_may_be_closed_while_a_step_is_in_flight(make_engine: MakeEngine) -> None:
+    engine = overlapped(make_engine)
+    ask(engine)
+    engine.step()
+    assert engine.engine_core.in_flight is not None and not engine.flush_cache()
+    engine.close()
+    assert held(engine) == 0
+
+
+# --- on a thread of the native backend --------------------------------------------------------------------------------
+
+native = pytest.mark.skipif(native_library.obstacle() is not None, reason=str(native_library.obstacle()))
+
+
+def native_engine(overlap: bool, *readers: Any, **scheduler: Any) -> Any:
+    return LLMEngine(
+        model_config=ModelConfig(model=TEXT_MODEL, device="cpu", dtype="float32", attention_backend="native"),
+        scheduler_config=SchedulerConfig(enable_overlap=overlap, **scheduler),
+        cache_config=CacheConfig(max_total_tokens=2000, debug=True),
+        trace_config=TraceConfig(readers=readers),
+    )
+
+
+@pytest.fixture
+def real_launcher(late_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+
+@native
+def test_the_thread_of_the_native_backend_computes_what_the_call_computes(real_launcher: None) -> None:
+    records, said = Records(), []
+    for overlap in (False, True):
+        with native_engine(overlap, records, max_num_batched_tokens=16) as engine:
+            prompts = [f"Number {i} is" + " very long" * i for i in range(9)]
+            outputs = engine.generate_batch(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+            said.append([output.token_ids for output in outputs.values()])
+    assert said[0] == said[1]
+    launched = [event for _, event in records.of(StepLaunched)]
+    assert launched and all(event.is_async for event in launched)
+    assert all(event.device_ms > 0 for _, event in records.of(StepArrived))
+
+
+@native
+def test_engines_are_closed_at_any_moment_and_end_their_thread(real_launcher: None) -> None:
+    for number in range(6):
+        engine = native_engine(True)
+        engine.add_request("a long story", greedy(40))
+        for _ in range(number):
+            engine.step()
+        thread = engine.engine_core.launcher.thread
+        engine.close()
+        engine.close()
+        assert thread._thread is None and held(engine) == 0
+
+
+# --- where steps do not overlap ---------------------------------------------------------------------------------------
+
+
+@native
+@pytest.mark.parametrize(
+    ("backend", "guesses", "reason"),
+    [
+        ("torch", {}, "the torch backend has no thread"),
+        ("native", {"method": "ngram"}, "drafts continue the newest tokens"),
+    ],
+)
+def test_the_trace_says_why_steps_do_not_overlap_and_answers_are_the_same(
+    real_launcher: None, backend: Any, guesses: dict[str, Any], reason: str
+) -> None:
+    said, records = [], Records()
+    for overlap in (False, True):
+        with LLMEngine(
+            model_config=ModelConfig(model=TEXT_MODEL, device="cpu", dtype="float32", attention_backend=backend),
+            scheduler_config=SchedulerConfig(enable_overlap=overlap),
+            cache_config=CacheConfig(max_total_tokens=500),
+            speculative_config=SpeculativeConfig(**guesses),
+            trace_config=TraceConfig(readers=(records,)),
+        ) as engine:
+            engine.add_request("go on", greedy(3))
+            outputs = engine.step()
+            assert outputs, "the first call returns a token"
+            said.append(engine.generate("go on", greedy(9)).token_ids)
+    assert said[0] == said[1]
+    ((_, event),) = records.of(NormalOrder)
+    assert event.reason.startswith(reason) and event.reason in event.explain()
+
+
+class OwnScheduler(Scheduler):
+    def update_from_output(self, batch: Any, output: Any) -> Any:
+        return super().update_from_output(batch, output)
+
+
+class OwnRunner(ModelRunner):
+    def execute_model(self, batch: Any) -> Any:
+        return super().execute_model(batch)
+
+
+@pytest.mark.parametrize("parts", [{"scheduler": OwnScheduler}, {"model_runner": OwnRunner}])
+def test_parts_with_verbs_of_their_own_are_called_in_the_normal_order(
+    make_engine: MakeEngine, parts: dict[str, Any]
+) -> None:
+    engine = make_engine(parts, **setting(enable_overlap=True))
+    assert str(*parts) in engine.engine_core.obstacle
+    ask(engine)
+    assert engine.step().keys() == PROMPTS.keys()
+
+
+def test_an_engine_core_of_ones_own_does_not_overlap(make_engine: MakeEngine) -> None:
+    class Own(EngineCore):
+        pass
+
+    with pytest.raises(ConfigError, match="enable_overlap=True has no effect on an engine_core"):
+        make_engine({"engine_core": Own}, **setting(enable_overlap=True))
+    engine = make_engine({"engine_core": Own}, **setting())
+    assert type(engine.engine_core) is Own
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 0.0])
+def test_the_flag_is_true_false_or_none(value: Any) -> None:
+    with pytest.raises(ConfigError, match="enable_overlap"):
+        SchedulerConfig(enable_overlap=value)

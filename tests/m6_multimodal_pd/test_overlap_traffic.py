@@ -1,0 +1,224 @@
+"""Overlapped steps give what the normal loop gives: the same tokens, texts, log-probabilities and ends, in any traffic.
+
+Hypothesis makes the traffic: texts with all sampling settings and conversations with pictures, that come, begin alike,
+are given up and are retracted. Both engines get it; the normal one is held to transformers and m1 elsewhere. The device
+of the overlapped one is late: it computes a forward when its result is asked for, and not before, whenever a seed says
+so.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from m6_multimodal_pd.overlap import engine_core
+from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
+from tests.equivalence.forced_retraction import ForcedRetractionInPieces
+from tests.equivalence.traffic import CLEAR_SETTINGS, MOST_STEPS, WIDE_SETTINGS, Ask, SharingAsk, asks_of
+from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, setting
+from tests.m6_multimodal_pd.seeing import EOS
+from tests.m6_multimodal_pd.test_equivalence_properties import ASKS, LIMITS, SIGHT
+from tests.m6_multimodal_pd.test_speculation import make_drafting as make_drafting
+from tests.support.amounts import examples
+
+TEXTS = asks_of(
+    [1, 2, 5, 9, 16, 17, 30, 48],
+    [*CLEAR_SETTINGS, *WIDE_SETTINGS],
+    n=st.sampled_from([1, 1, 1, 3]),
+    arrival=st.integers(0, 6),
+    patience=st.none() | st.none() | st.integers(0, 9),
+    kind=SharingAsk,
+    which=st.integers(0, 7),
+    priority=st.integers(0, 2),
+    cache_salt=st.sampled_from([None, None, "tenant"]),
+)
+LONG = TEXTS.map(lambda ask: replace(ask, max_tokens=12, prompt_len=16, n=1, arrival=0, patience=None))
+"""Requests that begin together, and outgrow a small memory together."""
+
+
+GREEDY = [name for name, values in CLEAR_SETTINGS.items() if "seed" not in values]
+GREEDY_TEXTS = TEXTS.filter(lambda ask: ask.setting in GREEDY)
+"""Drawn answers keep their distribution only, where a draft model guesses."""
+
+
+class LateLauncher(Launcher):
+    """A device that computes a forward when it is asked for the result, in about half of all steps."""
+
+    rng = Random(0)
+
+    def obstacle(self) -> str | None:
+        return None
+
+    def _start(self, launched: ForwardOutput) -> None:
+        if self.rng.random() < 0.5:
+            super()._start(launched)
+        else:
+            self._prepare(launched)
+
+    def _sample(self, launched: ForwardOutput) -> None:
+        if launched.hidden is None:
+            launched.hidden, launched.times = self.runner.forward(launched.forward_batch), (0.0, 0.0)
+        super()._sample(launched)
+
+
+def answers(engine: Any, asks: list[Ask]) -> list[Any]:
+    """The last output of each request. No output shrinks or changes, and none comes after its end."""
+    last: dict[str, Any] = {}
+    number = 0
+    while number <= max(ask.arrival for ask in asks) or engine.has_unfinished_requests():
+        assert number < MOST_STEPS, "the engine does not come to an end"
+        for index, ask in enumerate(asks):
+            if ask.arrival == number:
+                engine.add_request(ask.prompt, ask.params, request_id=f"r{index}", **ask.options)
+            if ask.patience is not None and ask.arrival + ask.patience == number:
+                engine.abort_request(f"r{index}")
+        for rid, output in engine.step().items():
+            before = last.get(rid)
+            assert before is None or not before.finished, "reported again after its end"
+            for old, new in zip(before.outputs if before else [], output.outputs, strict=True) if before else []:
+                assert new.token_ids[: len(old.token_ids)] == old.token_ids and new.text.startswith(old.text)
+            last[rid] = output
+        engine.engine_core.check_invariants()
+        number += 1
+    return [last[f"r{index}"] for index in range(len(asks))]
+
+
+def check_same(ask: Ask, normal: Any, overlapped: Any, tokens: int) -> None:
+    """Both engines have answered a request alike; where one of them did not finish, as far as both came."""
+    assert normal.finished and overlapped.finished
+    for ours, theirs in zip(overlapped.outputs, normal.outputs, strict=True):
+        ends = {ours.finish_reason, theirs.finish_reason}
+        if "error" in ends:  # which of two requests is alone when memory ends may differ
+            assert len(ask.prompt) + max(len(ours.token_ids), len(theirs.token_ids)) >= tokens
+        elif "abort" not in ends:
+            assert (ours.token_ids, ours.text, ours.finish_reason) == (
+                theirs.token_ids,
+                theirs.text,
+                theirs.finish_reason,
+            )
+            assert ours.logprobs == theirs.logprobs
+        else:
+            assert ask.patience is not None
+        both = min(len(ours.token_ids), len(theirs.token_ids))
+        assert ours.token_ids[:both] == theirs.token_ids[:both]
+    assert overlapped.prompt_logprobs == normal.prompt_logprobs or {"abort", "error"} & {
+        each.finish_reason for each in [*normal.outputs, *overlapped.outputs]
+    }
+
+
+@pytest.fixture(autouse=True)
+def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "Launcher", LateLauncher)
+
+
+PAGES = [("radix", 1), ("radix", 16), ("hash", 4), ("chunk", 4)]
+FORCED = {False: "", True: "retracted every three steps"}
+NEEDS = st.fixed_dictionaries(
+    {
+        "spare_tokens": st.integers(0, 50),
+        "max_num_batched_tokens": st.sampled_from([16, 17, 23, 64]),
+        "multimodal": SIGHT,
+    }
+)
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("is_forced", FORCED, ids=FORCED.values())
+@pytest.mark.parametrize(("cache", "page_size"), PAGES)
+def test_overlapped_steps_answer_any_traffic_as_the_normal_loop_does(
+    make_engine: MakeEngine, book: None, cache: str, page_size: int, is_forced: bool
+) -> None:
+    seen = Seen()
+
+    @settings(max_examples=examples(60))
+    @given(
+        traffic=st.lists(ASKS | TEXTS | TEXTS, min_size=4, max_size=8) | st.lists(LONG, min_size=5, max_size=8),
+        limits=LIMITS,
+        needs=NEEDS,
+        seed=st.integers(0, 1000),
+    )
+    def holds(traffic: list[Ask], limits: dict[str, Any], needs: dict[str, Any], seed: int) -> None:
+        LateLauncher.rng = Random(seed)
+        compare(make_engine, traffic, seen, is_forced, cache=cache, page_size=page_size, **limits | needs)
+
+    holds()
+    wanted = ("held", "aborted", "retracted", "in flight") if is_forced else ("held", "aborted")
+    assert min(seen[name] for name in wanted) >= 3, seen
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("is_forced", FORCED, ids=FORCED.values())
+@pytest.mark.parametrize(("cache", "page_size"), PAGES)
+def test_drafts_that_are_scheduled_behind_drafts_change_no_token(
+    make_drafting: Any, cache: str, page_size: int, is_forced: bool
+) -> None:
+    """Of a draft model. The number of tokens that a step gives is not known when the next one is scheduled."""
+    seen = Seen()
+
+    @settings(max_examples=examples(60))
+    @given(
+        traffic=st.lists(GREEDY_TEXTS, min_size=4, max_size=8),
+        limits=LIMITS,
+        needs=NEEDS,
+        drafts=st.integers(1, 4),
+        seed=st.integers(0, 1000),
+    )
+    def holds(traffic: list[Ask], limits: dict[str, Any], needs: dict[str, Any], drafts: int, seed: int) -> None:
+        LateLauncher.rng = Random(seed)
+        guesses = {"method": "draft_model", "drafts": drafts}
+        compare(make_drafting, traffic, seen, is_forced, cache=cache, page_size=page_size, **limits | needs | guesses)
+
+    holds()
+    wanted = {"held", "aborted", "accepted", "rejected", *(("retracted", "in flight") if is_forced else ())}
+    assert min(seen[name] for name in wanted) >= 3, seen
+
+
+Seen = Counter[str]
+"""What has happened in overlapped engines."""
+
+
+def compare(
+    make: Any, traffic: list[Ask], seen: Seen, is_forced: bool, *, spare_tokens: int, page_size: int, **limits: Any
+) -> None:
+    """Let both engines serve this traffic; `seen` counts what happened."""
+    longest = max(len(ask.prompt) for ask in traffic)
+    tokens = -(-(longest + 2 + spare_tokens) // page_size) * page_size
+    found = []
+    for overlap in (False, True):
+        configs = setting(tokens=tokens, page_size=page_size, enable_overlap=overlap, **limits)
+        parts = {"scheduler": ForcedRetractionInPieces} if is_forced else {}
+        with make(parts, eos_token_ids=EOS, **configs) as engine:
+            if overlap:
+                watch(engine, seen)
+            found.append(answers(engine, traffic))
+            check_drained(engine)
+            if overlap:
+                stats = engine.stats()
+                seen["retracted"] += stats.num_retractions
+                seen["aborted"] += stats.num_finished.get("abort", 0)
+                seen["accepted"] += stats.num_accepted_tokens
+                seen["rejected"] += stats.num_draft_tokens - stats.num_accepted_tokens
+            check_flushed(engine)
+    for ask, normal, overlapped in zip(traffic, *found, strict=True):
+        check_same(ask, normal, overlapped, tokens)
+
+
+def watch(engine: Any, seen: Seen) -> None:
+    """Count the requests that end while a step with them is in flight, and those retracted then."""
+    core = engine.engine_core
+    release, send_back = core.scheduler.release, core.scheduler.send_back
+
+    def released(req: Any) -> None:
+        seen["held"] += req in core.late.ended
+        release(req)
+
+    def sent_back(reqs: Any) -> None:
+        reqs = list(reqs)
+        flying = [] if core.in_flight is None else core.in_flight.step.batch.rids
+        seen["in flight"] += sum(req.rid in flying for req in reqs)
+        send_back(reqs)
+
+    core.scheduler.release, core.scheduler.send_back = released, sent_back
