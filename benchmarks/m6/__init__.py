@@ -1,4 +1,4 @@
-"""The measurements of lesson 6, part 1, images: `python -m benchmarks m6`. Part 2: `m6_pd`."""
+"""The measurements of lesson 6, part 1, images: `python -m benchmarks m6`. Part 2: `m6_pd`; part 3: `m6_overlap`."""
 
 from collections.abc import Callable
 from typing import Any
