@@ -35,9 +35,9 @@ from m1_single_request.sampler import SampledTokens, Sampler, impossible_row, no
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.scheduler import Scheduler, SchedulerOutput
 from m1_single_request.stop_checker import StopChecker
+from m1_single_request.trace_event import Phase
 from m1_single_request.tracer import Tracer
 
-PHASES = ("schedule", "execute", "sample", "update")
 ResultT = TypeVar("ResultT")
 
 
@@ -46,7 +46,8 @@ class StepRecord:
     """Counts and times of one step."""
 
     lap_began: float = field(default_factory=time.perf_counter)
-    ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    laps: list[Phase] = field(default_factory=list)
+    """The parts of the step so far, in order."""
     request_ids: Iterable[str] = ()
     """The requests in the batch: those that end if the model fails."""
     num_tokens: int = 0
@@ -59,8 +60,12 @@ class StepRecord:
     def lap(self, phase: str) -> None:
         """Add the time since the previous lap to `phase`."""
         now = time.perf_counter()
-        self.ms[phase] += (now - self.lap_began) * 1e3
+        self.laps.append(Phase(phase, self.lap_began, now))
         self.lap_began = now
+
+    def milliseconds(self, phase: str) -> float:
+        """Return the time of all laps of a phase."""
+        return sum(lap.ended - lap.began for lap in self.laps if lap.name == phase) * 1e3
 
 
 class EngineCoreBase(ABC):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from m1_single_request.model_loader import LoadedModel, head_dim
 from m1_single_request.request import Request
-from m1_single_request.trace_event import Event as Event, size as size, some as some, volatile as volatile
+from m1_single_request.trace_event import Event as Event, Phase, size as size, some as some, volatile as volatile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +253,8 @@ class StepDone(Event):
     """Time of sampling."""
     update_ms: float = volatile()
     """Time of the commit, the outputs and the release of memory."""
+    laps: tuple[Phase, ...] = volatile()
+    """The parts of the step in order: each with its phase, and its begin and end in monotonic seconds."""
 
     @classmethod
     def of(cls, record: Any, queues: Any, num_kv_tokens: Callable[[], int]) -> Self:
@@ -262,12 +264,16 @@ class StepDone(Event):
             num_waiting=len(queues.waiting),
             num_running=len(queues.running),
             kv_tokens=num_kv_tokens(),
-            **{f"{phase}_ms": ms for phase, ms in record.ms.items()},
+            schedule_ms=record.milliseconds("schedule"),
+            execute_ms=record.milliseconds("execute"),
+            sample_ms=record.milliseconds("sample"),
+            update_ms=record.milliseconds("update"),
+            laps=tuple(record.laps),
         )
 
     @property
     def total_ms(self) -> float:
-        return sum(self.phases().values())
+        return self.schedule_ms + self.execute_ms + self.sample_ms + self.update_ms
 
     def explain(self) -> str:
         return (
@@ -282,6 +288,5 @@ class StepDone(Event):
     def counters(self) -> dict[str, float]:
         return {"batched tokens": self.num_tokens, "KV tokens": self.kv_tokens, "running": self.num_running}
 
-    def phases(self) -> dict[str, float]:
-        model, update = self.execute_ms, self.update_ms
-        return {"schedule": self.schedule_ms, "execute": model, "sample": self.sample_ms, "update": update}
+    def phases(self) -> tuple[Phase, ...]:
+        return self.laps

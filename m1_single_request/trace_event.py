@@ -7,7 +7,7 @@ of every milestone. vLLM and SGLang log numbers and texts.
 
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """Matches the beginning of each word within a class name; capitals in a row are one word."""
@@ -16,6 +16,14 @@ WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 def volatile() -> Any:
     """Return a field whose value differs between runs or machines."""
     return field(metadata={"volatile": True})
+
+
+class Phase(NamedTuple):
+    """A part of a step; its times are monotonic seconds, as those of a `TraceRecord`."""
+
+    name: str
+    began: float
+    ended: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,8 @@ class Event:
     """True: it belongs to no step, and both consoles show it in full."""
     ends_step: ClassVar[bool] = False
     """True: it is the last event of a step, and the readers show that step."""
+    begins_bar: ClassVar[bool] = False
+    """True: a later event of its step returns the length of a bar that begins with it."""
 
     @classmethod
     def kind_name(cls) -> str:
@@ -65,9 +75,13 @@ class Event:
         """Return the new values of the Chrome trace's curves, by the curve's name."""
         return {}
 
-    def phases(self) -> dict[str, float]:
-        """Return the phases of the step that it ends, in order, with their milliseconds."""
-        return {}
+    def phases(self) -> tuple[Phase, ...]:
+        """Return the phases of the step that it ends, in order. There may be pauses between them."""
+        return ()
+
+    def bar(self) -> tuple[str, float] | None:
+        """Return a lane and the milliseconds of a bar on it, or None. Negative: the bar ends where others begin."""
+        return None
 
     def data(self, *, stable: bool = False) -> dict[str, Any]:
         """Return the fields as plain JSON values; without the volatile ones if `stable`."""

@@ -6,6 +6,7 @@ text to show, so every milestone can use them.
 """
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +16,33 @@ from rich.text import Text
 
 from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError, shown_path
-from m1_single_request.trace_event import Event
+from m1_single_request.trace_event import Event, Phase
 from m1_single_request.tracer import TraceReader, TraceRecord
 
 E = TypeVar("E", bound=Event)
+V = TypeVar("V")
+
+
+class OpenSteps(defaultdict[int, V]):
+    """What a reader keeps of each step that has not ended, by the number of the step."""
+
+    _ended: int | None = None  # the step that ended last, until an event of another one comes
+    _next = 0
+
+    def of(self, step: int) -> V:
+        """Return what is kept of a step, for an event of it. After its end, return that of the next step to begin."""
+        if step == self._ended:
+            return self[self._next]
+        self._ended = None
+        return self[step]
+
+    def end(self, step: int) -> V:
+        """Return what is kept of a step, and drop it; also drop that of earlier steps, which will not end any more."""
+        kept = self[step]
+        for number in [number for number in self if number <= step]:
+            del self[number]
+        self._ended, self._next = step, max(self, default=step) + 1
+        return kept
 
 
 class TraceConsole(Console):
@@ -39,8 +63,7 @@ class ConsoleReader(TraceReader):
         self.verbose = verbose
         self.console = console or TraceConsole(highlight=False)
         self._step = 0
-        self._briefs: dict[str, list[str]] = {}  # kind of event -> texts of the next summary line
-        self._line = 0  # the step of that line
+        self._briefs = OpenSteps[dict[str, list[str]]](dict)  # kind of event -> texts of the summary line
 
     def read(self, record: TraceRecord) -> None:
         """Print a record, or store it for the step's summary line."""
@@ -60,18 +83,14 @@ class ConsoleReader(TraceReader):
         self.console.print(Padding(Text(event.explain(), style=event.style), (0, 0, 0, indent)))
 
     def _summarise(self, event: Event, step: int) -> None:
-        if step > self._line:
-            self._line = step
-            self._briefs.clear()  # from a step that did not end
-        brief = event.brief()
+        line, brief = self._briefs.of(step), event.brief()
         if brief is not None:
-            self._briefs.setdefault(event.kind, []).append(brief)
+            line.setdefault(event.kind, []).append(brief)
         if event.ends_step:
-            texts = [text for briefs in self._briefs.values() for text in at_most(MOST_BRIEFS, briefs)]
+            self._briefs.end(step)
+            texts = [text for briefs in line.values() for text in at_most(MOST_BRIEFS, briefs)]
             self.console.print(Text("  ".join([f"step {step:>4}", *texts])))
             self._step = step  # its number is printed, if `verbose` is set now
-            self._line = step + 1  # events before the next step begins are part of that step's line
-            self._briefs.clear()
 
 
 def at_most(limit: int, texts: list[str]) -> list[str]:
@@ -113,56 +132,66 @@ class JsonlReader:
         self._file.close()
 
 
+ENGINE = ("engine", False)  # its lane; a request may have its name
+
+
 class ChromeTraceReader:
     """Writes a trace for https://ui.perfetto.dev: a lane of steps per request, a lane of the engine, and counters.
 
-    An event about one request is a mark in that request's lane, any other event a mark in the engine's lane. `close()`
-    writes the file, because the format is one JSON document.
+    An event about one request is a mark in that request's lane, any other event a mark in the engine's lane. An event
+    may add a bar on a lane of its own. `close()` writes the file, because the format is one JSON document.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._file = open_for_writing(path)
         self._events: list[dict[str, Any]] = []
-        self._lanes: dict[str | None, int] = {None: 0}  # request id -> lane; None: the engine's lane
-        self._step = 0
-        self._bars: list[tuple[str, str]] = []
+        self._lanes: dict[tuple[str, bool], int] = {ENGINE: 0}  # name, and whether it is a request's -> lane
+        self._bars = OpenSteps[list[tuple[str, str]]](list)  # request ids with labels
+        self._begun = OpenSteps[float](float)  # begin of a bar on another lane, in microseconds
+        self._ended = 0.0  # end of the last step
 
     def read(self, record: TraceRecord) -> None:
         """Convert a record to trace events and store them."""
-        event, now = record.event, record.time * 1e6
-        if record.step != self._step:
-            self._step = record.step
-            self._bars.clear()
+        event, step, now = record.event, record.step, record.time * 1e6
         bars, rids = event.lanes(), event.request_ids()
-        self._bars += bars
+        self._bars.of(step).extend(bars)
+        if event.begins_bar:
+            self._begun[step] = now
+        if (bar := event.bar()) is not None and step in self._begun:
+            name, duration = bar[0], bar[1] * 1e3
+            begin = min(self._begun[step] + min(duration, 0.0), now - abs(duration))  # it has ended by now
+            self._draw((name, False), f"step {step}", step, begin, abs(duration))
         for name, value in event.counters().items():
-            self._add(None, ph="C", name=name, ts=now, args={name: value})
+            self._add(ENGINE, ph="C", name=name, ts=now, args={name: value})
         if event.ends_step:
-            self._draw_step(event.phases(), now)
+            self._draw_step(step, event.phases())
         else:
-            lane = rids[0] if len(rids) == 1 and not bars else None
+            lane = (rids[0], True) if len(rids) == 1 and not bars else ENGINE
             self._add(lane, ph="i", s="t", name=event.kind, ts=now, args=event.data())
 
     def close(self) -> None:
         """Write the JSON document and close the file."""
         names = [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": lane or "engine"}}
-            for lane, tid in self._lanes.items()
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
+            for (name, _), tid in self._lanes.items()
         ]
         json.dump({"traceEvents": names + self._events, "displayTimeUnit": "ms"}, self._file)
         self._file.close()
 
-    def _draw_step(self, phases: dict[str, float], now: float) -> None:
-        """Draw the step that ends at `now` (microseconds): one bar per request, and its phases one after the other."""
-        whole, args = sum(phases.values()) * 1e3, {"step": self._step}
-        begin = now - whole
-        for rid, label in self._bars:
-            self._add(rid, ph="X", name=label, ts=begin, dur=whole, args=args)
-        for phase, duration in phases.items():
-            self._add(None, ph="X", name=phase, ts=begin, dur=duration * 1e3, args=args)
-            begin += duration * 1e3
+    def _draw_step(self, step: int, phases: tuple[Phase, ...]) -> None:
+        """Draw a step that has ended: its phases, and a bar per request, which begins after the end of the last one."""
+        for name, began, ended in phases:
+            self._draw(ENGINE, name, step, began * 1e6, (ended - began) * 1e6)
+        begin, end = max(phases[0].began * 1e6, self._ended), phases[-1].ended * 1e6
+        for rid, label in self._bars.end(step):
+            self._draw((rid, True), label, step, begin, end - begin)
+        self._begun.end(step)
+        self._ended = end
 
-    def _add(self, lane: str | None, **entry: Any) -> None:
+    def _draw(self, lane: tuple[str, bool], name: str, step: int, begin: float, duration: float) -> None:
+        self._add(lane, ph="X", name=name, ts=begin, dur=duration, args={"step": step})
+
+    def _add(self, lane: tuple[str, bool], **entry: Any) -> None:
         self._events.append(entry | {"pid": 1, "tid": self._lanes.setdefault(lane, len(self._lanes))})
 
 

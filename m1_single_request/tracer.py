@@ -26,7 +26,7 @@ class TraceRecord:
     step: int
     """The engine step it belongs to; 0 before the first."""
     time: float
-    """Monotonic seconds."""
+    """Monotonic seconds, of `time.perf_counter`."""
     event: Event
 
 
@@ -76,7 +76,7 @@ class Tracer:
             return
         if event is None:
             return
-        record = TraceRecord(self.step, time.monotonic(), event)
+        record = TraceRecord(self.step, time.perf_counter(), event)
         for reader in tuple(self._readers):
             self._guarded(reader, partial(reader.read, record))
 

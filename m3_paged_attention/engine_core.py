@@ -18,7 +18,7 @@ from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import Request
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.executor import GPUExecutor, checked
+from m3_paged_attention.executor import GPUExecutor, checked, end_with_sampling
 from m3_paged_attention.kv_events import BlocksUsed
 from m3_paged_attention.outputs import EngineStats, ModelRunnerOutput
 from m3_paged_attention.parallel_sampling import RequestFamilies
@@ -110,11 +110,11 @@ class EngineCore(EngineCoreBase):
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run the scheduler's output. A request with an error in place of a token ends with this error."""
         output = self.executor.execute_model(scheduler_output)
+        self._record.lap("execute")
         output = checked(output, dict.fromkeys(scheduler_output.num_scheduled_tokens, 1))
         for request_id, error in output.errors.items():
             self._fail([request_id], error)
-        self._record.ms["execute"] -= output.sample_seconds * 1e3
-        self._record.ms["sample"] += output.sample_seconds * 1e3
+        end_with_sampling(self._record, output.sample_seconds)
         return output
 
     def _add_to_totals(self, record: StepRecord) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from m1_single_request.engine_core import StepRecord
 from m1_single_request.errors import PartError, shown
+from m1_single_request.trace_event import Phase
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec, MemoryProfile
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.worker import GPUWorker
@@ -53,6 +55,13 @@ class GPUExecutor:
     def shutdown(self) -> None:
         """Free the KV memory and the model. Afterwards only `free_request` and `held_request_ids` work."""
         self.worker.shutdown()
+
+
+def end_with_sampling(record: StepRecord, seconds: float) -> None:
+    """Count the last `seconds` of a step's last lap as the time of the sampler, which the runner has measured."""
+    phase, began, ended = record.laps.pop()
+    between = max(began, ended - seconds)
+    record.laps += [Phase(phase, began, between), Phase("sample", between, ended)]
 
 
 def checked(output: Any, expected: Mapping[str, int]) -> ModelRunnerOutput:

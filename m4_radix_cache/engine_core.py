@@ -16,7 +16,7 @@ from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
 from m1_single_request.request import FinishAbort
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.executor import GPUExecutor, checked
+from m3_paged_attention.executor import GPUExecutor, checked, end_with_sampling
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.parallel_sampling import RequestFamilies
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
@@ -106,13 +106,14 @@ class EngineCore(EngineCoreBase):
         self._record.request_ids = batch.rids
         self._record.num_tokens = len(batch.input_ids)
         self._record.num_prompt_tokens = batch.num_prompt_tokens
-        return self._accept(batch, self.executor.execute_model(batch))
+        output = self.executor.execute_model(batch)
+        self._record.lap("execute")
+        return self._accept(batch, output)
 
     def _accept(self, batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Check the output of a batch; a request without a token in it ends with its error."""
         output = checked(output, dict(zip(batch.rids, batch.sample_lens, strict=True)))
         for request_id, error in output.errors.items():
             self._fail([request_id], error)
-        self._record.ms["execute"] -= output.sample_seconds * 1e3
-        self._record.ms["sample"] += output.sample_seconds * 1e3
+        end_with_sampling(self._record, output.sample_seconds)
         return output

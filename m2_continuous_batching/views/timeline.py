@@ -18,6 +18,7 @@ from rich.text import Text
 
 from m1_single_request.events import RequestAdded
 from m1_single_request.output_events import Finish
+from m1_single_request.trace_readers import OpenSteps
 from m1_single_request.tracer import TraceReader, TraceRecord
 from m2_continuous_batching.events import LeftOut
 
@@ -52,22 +53,22 @@ class Timeline(TraceReader):
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
         self.steps: list[int] = []  # the engine's number of each completed step
-        self._now: dict[str, str] = {}  # states in the current step
+        self._now = OpenSteps[dict[str, str]](dict)  # states in each step that has begun
         self._ended: list[str] = []  # requests that end in the current step
 
     def read(self, record: TraceRecord) -> None:
         """Add one record."""
-        event = record.event
+        event, step = record.event, record.step
         if isinstance(event, RequestAdded):
-            self.lanes[event.rid] = Lane(begin=len(self.steps))
+            self.lanes[event.rid] = Lane(begin=len(self.steps) + len(self._now))
         for rid, label in event.lanes():  # of any milestone's `Batch`: from m4 on `extend`, from m5 on also `verify 3`
-            self._now[rid] = "prefill" if label in ("prefill", "extend") else "decode"
+            self._now.of(step)[rid] = "prefill" if label in ("prefill", "extend") else "decode"
         if isinstance(event, LeftOut):
-            self._now |= dict.fromkeys(event.rids, "left out")
+            self._now.of(step).update(dict.fromkeys(event.rids, "left out"))
         elif isinstance(event, Finish):
             self._ended.append(event.rid)
         elif event.ends_step:
-            self._end_step(record.step)
+            self._end_step(step, self._now.end(step))
 
     def draw(self, width: int, *, latest: bool = False) -> Group:
         """Return the timeline in lines of at most `width` characters, and a legend.
@@ -91,17 +92,18 @@ class Timeline(TraceReader):
             legend.append(Text(f"a column is {each} steps"))
         return Group(*lines, Text("   ").join(legend))
 
-    def _end_step(self, step: int) -> None:
-        self.steps.append(step)
-        for request_id in self._now:  # a request added before this reader was attached has no lane yet
-            self.lanes.setdefault(request_id, Lane(begin=len(self.steps) - 1))
+    def _end_step(self, step: int, states: dict[str, str]) -> None:
+        for request_id in states:  # a request added before this reader was attached has no lane yet
+            self.lanes.setdefault(request_id, Lane(begin=len(self.steps)))
         for request_id, lane in self.lanes.items():
-            if request_id in self._now:
-                lane.states.append(self._now[request_id])
-            elif not lane.finished and request_id not in self._ended:
+            if lane.finished or lane.begin > len(self.steps):
+                continue
+            if request_id in states:
+                lane.states.append(states[request_id])
+            elif request_id not in self._ended:
                 lane.states.append("queued")
-            lane.finished |= request_id in self._ended
-        self._now.clear()
+            lane.finished = request_id in self._ended
+        self.steps.append(step)
         self._ended.clear()
 
     def _block(self, columns: range, each: int, labels: int, *, every_lane: bool) -> list[Text]:

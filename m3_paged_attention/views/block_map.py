@@ -23,6 +23,7 @@ from rich.text import Text
 
 from m1_single_request.events import Event, RequestAdded, some
 from m1_single_request.output_events import Finish
+from m1_single_request.trace_readers import OpenSteps
 from m1_single_request.tracer import TraceReader, TraceRecord
 from m2_continuous_batching.events import Batch
 from m3_paged_attention.events import KVSized
@@ -123,17 +124,18 @@ class BlockMap(TraceReader):
         """The event of the memory's size; None if the reader was attached later."""
         self.frames: list[Frame] = []
         self._now = Frame()
+        self._decisions = OpenSteps[list[Event]](list)
 
     def read(self, record: TraceRecord) -> None:
         """Apply one record."""
         event, now = record.event, self._now
         self._change(event, now)
         if isinstance(event, DECISIONS):
-            now.events.append(event)
+            self._decisions.of(record.step).append(event)
         if event.ends_step:
             now.step, now.requests = record.step, _joined(now.requests, now.tables)  # tables: older than this reader
+            now.events = self._decisions.end(record.step)
             self.frames.append(Frame(**{name: copy(value) for name, value in vars(now).items()}))
-            now.events.clear()
 
     def _change(self, event: Event, now: Frame) -> None:
         match event:

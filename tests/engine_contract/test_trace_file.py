@@ -18,6 +18,8 @@ def examples(kind: Any) -> list[Any]:
     """Values of a type of a field: one for each alternative."""
     if get_origin(kind) is UnionType:
         return [value for each in get_args(kind) for value in examples(each)]
+    if hasattr(kind, "_fields"):  # a named tuple
+        return [kind(*(examples(each)[0] for each in get_type_hints(kind).values()))]
     if get_origin(kind) is tuple:
         parts = [each for each in get_args(kind) if each is not Ellipsis]
         firsts = tuple(examples(each)[0] for each in parts)

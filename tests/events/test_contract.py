@@ -18,13 +18,14 @@ from tests.events.milestones import MILESTONES, event_classes, event_modules, ex
 
 VOLATILE = {
     "sampled": {"candidates"},
-    "step_done": {"schedule_ms", "execute_ms", "sample_ms", "update_ms"},
+    "step_done": {"schedule_ms", "execute_ms", "sample_ms", "update_ms", "laps"},
     "costs_measured": {"num_tokens", "step_ms", "context_ms", "decode_context_ms"},
     "encoder_run": {"milliseconds"},
     "graphs_captured": {"milliseconds", "num_bytes"},
     "chunk_sent": {"seconds"},
     "chunk_received": {"seconds"},
     "reported": {"text"},
+    "step_arrived": {"device_ms", "waited_ms"},
 }
 """What may differ between runs or machines, by the kind of event; nothing else may."""
 

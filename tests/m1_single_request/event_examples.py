@@ -4,6 +4,7 @@ import dataclasses
 
 from m1_single_request.events import Abort, Admit, Alloc, Batch, EngineStarted, Event, Free, RequestAdded, StepDone
 from m1_single_request.output_events import Finish, Result, Sampled, TextHeld
+from m1_single_request.trace_event import Phase
 
 STARTED = EngineStarted(
     model="tiny", architecture="Qwen3ForCausalLM", device="cpu", dtype="float32", named_dtype="bfloat16",
@@ -21,6 +22,10 @@ DRAWN = dataclasses.replace(GREEDY, greedy=False, settings="temperature 0.7, top
 STEP = StepDone(
     num_tokens=31, num_waiting=2, num_running=1, kv_tokens=64, schedule_ms=0.25, execute_ms=5.5, sample_ms=1.0,
     update_ms=0.75,
+    laps=(
+        Phase("schedule", 10.0025, 10.00275), Phase("execute", 10.00275, 10.00825),
+        Phase("sample", 10.00825, 10.00925), Phase("update", 10.00925, 10.01),
+    ),
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from m1_single_request import (
 )
 from m1_single_request.events import Event, Free, size, some
 from m1_single_request.output_events import Finish, Result
+from m1_single_request.trace_event import Phase
 from tests.m1_single_request.engines import MakeEngine, Recorder, drain, greedy, scripted, unfinished
 from tests.m1_single_request.event_examples import DECODE, EXAMPLES, GREEDY, PREFILL, STARTED, STEP, finish, result
 
@@ -81,11 +83,39 @@ class Arrival(Event):
         return f"{self.rid} comes"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Begun(Quiet):
+    """An event with which a bar of its step begins."""
+
+    pages: int = 0
+    begins_bar = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lasted(Quiet):
+    """An event that has the length of a bar."""
+
+    pages: int = 0
+    lane: str
+    """Its lane."""
+    ms: float
+    """Its length."""
+
+    def bar(self) -> tuple[str, float]:
+        return self.lane, self.ms
+
+
 MIXED = Mixed(rids=("a", "b", "c"), modes=("prefill", "decode", "decode"), padding=5)
 
 
 def record(event: Event, step: int = 3, at: float = 12.5) -> TraceRecord:
     return TraceRecord(step, at, event)
+
+
+def step_from(*begins: float) -> Event:
+    """The end of a step with a phase of 5 ms at each of these times."""
+    phases = zip(("schedule", "execute", "update"), begins, strict=False)
+    return dataclasses.replace(STEP, laps=tuple(Phase(name, begin, begin + 0.005) for name, begin in phases))
 
 
 class Keeper(Recorder):
@@ -180,7 +210,7 @@ def test_an_event_that_cannot_be_built_is_a_warning_and_no_error() -> None:
 def test_every_reader_gets_everything_from_attach_to_detach_stamped_with_step_and_time() -> None:
     tracer, early, late = Tracer(), Keeper(), Keeper()
     tracer.attach(early)
-    begin = time.monotonic()
+    begin = time.perf_counter()
     tracer.emit(lambda: PREFILL)
     tracer.step = 5
     tracer.attach(late)
@@ -190,7 +220,7 @@ def test_every_reader_gets_everything_from_attach_to_detach_stamped_with_step_an
     assert [(r.step, r.event) for r in early.records] == [(0, PREFILL), (5, STEP)]
     assert [(r.step, r.event) for r in late.records] == [(5, STEP), (5, DECODE)]
     times = [r.time for r in (*early.records, late.records[-1])]
-    assert begin <= times[0] <= times[1] <= times[2] <= time.monotonic()
+    assert begin <= times[0] <= times[1] <= times[2] <= time.perf_counter()
     assert early.records[1] is late.records[0], "one record for all"
 
 
@@ -359,6 +389,11 @@ def chrome(path: Path, records: list[TraceRecord]) -> tuple[list[dict[str, Any]]
     return entries, lanes
 
 
+def spans(entry: dict[str, Any], lane: str, lanes: dict[int, str]) -> bool:
+    """Whether an entry is a bar of this lane."""
+    return entry["ph"] == "X" and lanes[entry["tid"]] == lane
+
+
 def test_a_chrome_trace_of_every_event_is_valid(tmp_path: Path) -> None:
     entries, _ = chrome(tmp_path / "t.json", [record(event) for event in EXAMPLES])
     for entry in entries:
@@ -394,25 +429,65 @@ def test_a_step_is_a_span_of_its_request_and_four_phases_of_the_engine_end_to_en
     assert (whole["name"], whole["args"]["step"]) == ("prefill", 3)
     assert whole["dur"] == pytest.approx(7500) and whole["ts"] + whole["dur"] == pytest.approx(10.01e6)
     phases = [entry for entry in spans if lanes[entry["tid"]] == "engine"]
-    assert [(e["name"], e["dur"]) for e in phases] == [
-        ("schedule", 250),
-        ("execute", 5500),
-        ("sample", 1000),
-        ("update", 750),
-    ]
+    assert [e["name"] for e in phases] == ["schedule", "execute", "sample", "update"]
+    assert [e["dur"] for e in phases] == pytest.approx([250, 5500, 1000, 750])
     ends = [whole["ts"], *(e["ts"] + e["dur"] for e in phases)]
     assert [e["ts"] for e in phases] == pytest.approx(ends[:-1]) and ends[-1] == pytest.approx(10.01e6)
 
 
 def test_each_request_of_a_step_has_a_bar_with_what_it_does(tmp_path: Path) -> None:
     late = Mixed(rids=("d",), modes=("decode",), padding=0)
-    records = [record(MIXED, at=10.0), record(late, at=10.0), record(STEP, at=10.01), record(STEP, step=4, at=10.02)]
+    records = [record(MIXED, at=10.0), record(late, at=10.0), record(STEP, at=10.01), record(step_from(10.02), step=4)]
     entries, lanes = chrome(tmp_path / "t.json", records)
     bars = [e for e in entries if e["ph"] == "X" and lanes[e["tid"]] != "engine"]
     wanted = [("a", "prefill"), ("b", "decode"), ("c", "decode"), ("d", "decode")]
     assert [(lanes[e["tid"]], e["name"]) for e in bars] == wanted, "and none in the step without a batch"
     assert [e["dur"] for e in bars] == pytest.approx([7500] * 4)
     assert [e["ts"] for e in bars] == pytest.approx([10.01e6 - 7500] * 4)
+
+
+def test_steps_that_interleave_have_their_own_bars_where_they_were(tmp_path: Path) -> None:
+    """Step 4 begins before step 3 ends: no lane has two bars at a time."""
+    third = step_from(10.0, 10.02, 10.03)  # with pauses
+    fourth = step_from(10.01, 10.04)
+    both = Mixed(rids=("a", "b"), modes=("decode", "prefill"), padding=0)
+    records = [record(MIXED, step=3), record(both, step=4), record(third, step=3), record(fourth, step=4)]
+    entries, lanes = chrome(tmp_path / "t.json", records)
+    bars = [(lanes[e["tid"]], e["name"], e["args"]["step"]) for e in entries if e["ph"] == "X"]
+    assert [bar for bar in bars if bar[0] != "engine"] == [
+        ("a", "prefill", 3), ("b", "decode", 3), ("c", "decode", 3), ("a", "decode", 4), ("b", "prefill", 4),
+    ]  # fmt: skip
+    on_engine = sorted((e["ts"], e["ts"] + e["dur"], e["args"]["step"]) for e in entries if spans(e, "engine", lanes))
+    assert [step for _, _, step in on_engine] == [3, 4, 3, 3, 4]
+    begins = [10.0e6, 10.01e6, 10.02e6, 10.03e6, 10.04e6]
+    assert [begin for begin, _, _ in on_engine] == pytest.approx(begins)
+    for lane in ("engine", "a", "b", "c"):
+        times = sorted((e["ts"], e["ts"] + e["dur"]) for e in entries if spans(e, lane, lanes))
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(times)), lane
+
+
+def test_an_event_may_have_a_bar_on_a_lane_of_its_own(tmp_path: Path) -> None:
+    """It begins with one event, or has ended there, and a later event of its step has its length."""
+    records = [
+        record(Begun(), step=3, at=10.0),
+        record(Begun(), step=4, at=10.01),
+        record(Lasted(lane="disk", ms=2.5), step=3, at=10.02),
+        record(Lasted(lane="disk", ms=-1.5), step=4, at=10.03),
+        record(Lasted(lane="disk", ms=1.5), step=5, at=10.04),  # its begin is not in the trace
+        record(Begun(), step=6, at=10.05),
+        record(Lasted(lane="disk", ms=4.0), step=6, at=10.052),  # so it began earlier
+        record(Arrival(rid="disk"), step=5),
+    ]
+    entries, lanes = chrome(tmp_path / "t.json", records)
+    bars = [e for e in entries if e["ph"] == "X"]
+    assert [(lanes[e["tid"]], e["name"], e["args"]) for e in bars] == [
+        ("disk", "step 3", {"step": 3}),
+        ("disk", "step 4", {"step": 4}),
+        ("disk", "step 6", {"step": 6}),
+    ]
+    assert [e["ts"] for e in bars] == pytest.approx([10.0e6, 10.01e6 - 1500, 10.048e6])
+    assert [e["dur"] for e in bars] == pytest.approx([2500, 1500, 4000])
+    assert sorted(lanes.values()) == ["disk", "disk", "engine"], "a request may have its name"
 
 
 def test_a_step_that_was_interrupted_leaves_no_bar_in_the_next(tmp_path: Path) -> None:
@@ -488,6 +563,34 @@ def test_the_summary_of_a_step_repeats_no_other_step() -> None:
     assert "prefill" in first and "prefill" not in second
     assert "req-9 ends: abort" in second and "step    4" in second
     assert third.startswith("step    6  decode") and "prefill" not in third
+
+
+def test_steps_that_interleave_have_a_line_each_with_their_own_numbers() -> None:
+    """Step 4 begins before step 3 ends, and what comes after that end, before step 5 begins, is in the line of 5."""
+    records = [
+        *(record(event, step=3) for event in (PREFILL, GREEDY)),
+        record(MIXED, step=4),
+        *(record(event, step=3) for event in (finish("req-7"), STEP, Arrival(rid="x"), Arrival(rid="y"))),
+        record(DECODE, step=5),
+        *(record(event, step=4) for event in (finish("b"), STEP)),
+        *(record(event, step=5) for event in (finish("c"), STEP)),
+    ]
+    numbers = "KV 64 tokens, 2 waiting, 7.5 ms"
+    assert printed(records, verbose=False).splitlines() == [
+        f"step    3  prefill 31 tokens  req-7 ends: length  {numbers}",
+        f"step    4  3 together  b ends: length  {numbers}",
+        f"step    5  x comes  y comes  decode  1 token  c ends: length  {numbers}",
+    ]
+    headings = [line for line in printed(records, verbose=True).splitlines() if line.startswith("step")]
+    assert headings == [f"step {number}" for number in (3, 4, 3, 5, 4, 5)]
+
+
+def test_the_next_engine_of_a_trace_begins_with_its_first_line() -> None:
+    engine = [record(Arrival(rid="x"), step=0), record(PREFILL, step=1), record(STEP, step=1)]
+    more = [record(DECODE, step=2), record(STEP, step=2)]
+    first, second, third = printed([*engine, *engine, *more], verbose=False).splitlines()
+    assert first == second and first.startswith("step    1  prefill")
+    assert third.startswith("step    2  decode") and "prefill" not in third
 
 
 def test_the_summary_names_a_few_requests_of_a_large_step_and_counts_the_others() -> None:

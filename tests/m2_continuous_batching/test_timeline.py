@@ -8,12 +8,13 @@ import pytest
 
 from m1_single_request.events import Event
 from m1_single_request.trace_readers import Records
+from m1_single_request.tracer import TraceRecord
 from m2_continuous_batching import TraceConfig, read_trace
 from m2_continuous_batching.demo_tour import facts
 from m2_continuous_batching.events import Batch, LeftOut
 from m2_continuous_batching.views.timeline import Timeline
 from tests.m2_continuous_batching.engines import EXECUTIONS, MakeEngine, greedy, limits, unfinished
-from tests.support.views import added, ended, fed, text_of
+from tests.support.views import added, done, ended, fed, text_of
 
 LETTERS = {"P": "prefill", "-": "decode", ".": "queued", "x": "left out"}
 
@@ -117,6 +118,20 @@ def test_an_aborted_request_ends_where_it_is() -> None:
         (added("c"), batch("c"), ended("c")),
     )
     assert drawn(timeline) == ["step  1", "a     P-|", "b     ..|", "c        P|", ""]
+
+
+def test_steps_that_interleave_have_the_lanes_of_steps_that_do_not() -> None:
+    """The next step begins before the one before ends: with a request that has ended by then, for example."""
+    timeline = Timeline()
+    stream: list[tuple[int, Event]] = [
+        (0, added("a")), (0, added("b")), (1, batch("ab")), (1, added("c")),
+        (2, batch("c", "ab")), (1, done()), (1, added("d")),
+        (3, LeftOut(rids=("c",), available=8)), (3, batch("d", "ab")), (2, ended("b")), (2, done()),
+        (4, batch("", "acd")), (3, ended("a")), (3, done()), (4, ended("c")), (4, ended("d")), (4, done()),
+    ]  # fmt: skip
+    for step, event in stream:
+        timeline.read(TraceRecord(step, 0.0, event))
+    assert drawn(timeline) == ["step  1", "a     P--|", "b     P-|", "c      Px-|", "d       P-|", ""]
 
 
 def test_a_reader_that_comes_late_shows_what_it_has_read() -> None:

@@ -23,7 +23,7 @@ from m3_paged_attention.kv_events import (
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, Preempted
 from m3_paged_attention.views.block_map import KEY, Block, BlockMap, Frame, draw
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting, unfinished
-from tests.support.views import added, ended, fed, text_of
+from tests.support.views import added, done, ended, fed, text_of
 
 
 def sized(num_blocks: int = 8, block_size: int = 4) -> KVSized:
@@ -115,6 +115,23 @@ def test_a_block_belongs_to_whoever_got_it_and_holds_what_has_gone_through_the_m
     assert cells(first) == {1: (("a",), 4), 2: (("a",), 2), 3: (("b",), 4), 4: (("b",), 2)}
     assert cells(second) == {1: (("a",), 4), 2: (("a",), 4), 3: (("b",), 4), 4: (("b",), 3), 5: (("a",), 1)}
     assert first.blocks[7] == Block(8, (), 0)
+
+
+def test_steps_that_interleave_have_their_own_decisions() -> None:
+    """Step 2 is scheduled before step 1 ends; what comes between two steps is a decision of the next one."""
+    block_map = heard()
+    stream: list[tuple[int, Event]] = [
+        (1, added("a")), (1, admit("a")), (1, got("a", 1)), (1, batch(a=3)),
+        (2, got("a", 2)), (2, batch(a=4)), (1, ended("a")), (1, done()), (1, refused("b")),
+        (3, refused("c")), (2, freed("a", 2)), (2, done()), (3, done()),
+    ]  # fmt: skip
+    for step, event in stream:
+        block_map.read(TraceRecord(step, 0.0, event))
+    assert [(frame.step, frame.events) for frame in block_map.frames] == [
+        (1, [admit("a"), got("a", 1), ended("a")]),
+        (2, [got("a", 2), freed("a", 2)]),
+        (3, [refused("b"), refused("c")]),
+    ]
 
 
 def test_a_fork_shares_blocks_and_a_copy_parts_them() -> None:

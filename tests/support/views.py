@@ -8,6 +8,7 @@ from rich.console import Console, RenderableType
 
 from m1_single_request.events import Event, RequestAdded, StepDone
 from m1_single_request.output_events import Finish
+from m1_single_request.trace_event import Phase
 from m1_single_request.tracer import TraceReader, TraceRecord
 
 View = TypeVar("View", bound=TraceReader)
@@ -33,6 +34,7 @@ def done() -> StepDone:
     return StepDone(
         num_tokens=1, num_waiting=0, num_running=0, kv_tokens=0,
         schedule_ms=0.0, execute_ms=0.0, sample_ms=0.0, update_ms=0.0,
+        laps=(Phase("update", 0.0, 0.0),),
     )  # fmt: skip
 
 
