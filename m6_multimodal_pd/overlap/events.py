@@ -16,6 +16,7 @@ class NormalOrder(Event):
     style: ClassVar[str] = "yellow"
     headline: ClassVar[bool] = True
     reason: str
+    """The reason, as a clause."""
 
     @classmethod
     def of(cls, reason: str | None) -> Self | None:
@@ -28,15 +29,16 @@ class NormalOrder(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepLaunched(Event):
-    """The forward of a step was started."""
+    """The forward of a step was launched."""
 
     style: ClassVar[str] = "cyan"
+    begins_bar: ClassVar[bool] = True
     num_tokens: int
     """New tokens."""
     num_futures: int
-    """Those among them that were not known when the step was scheduled."""
+    """Number of new tokens that were not known when the step was scheduled."""
     behind: int | None
-    """The step that was in flight then, and is not booked yet."""
+    """The step whose result has arrived, and is booked after this launch. None: there is no such step."""
     is_async: bool
     """Whether the device computes while the host goes on; otherwise the forward has ended at this event."""
 
@@ -47,20 +49,19 @@ class StepLaunched(Event):
         return cls(num_tokens=num_tokens, num_futures=forward.num_futures, behind=behind, is_async=forward.is_async)
 
     def explain(self) -> str:
-        where = "The device computes it now" if self.is_async else "It was computed within the call"
-        if self.behind is None:
-            return f"Launched: {some(self.num_tokens, 'token')}. {where}."
-        return (
-            f"Launched before step {self.behind} is booked: {some(self.num_tokens, 'token')}, of which "
-            f"{self.num_futures} were placeholders when the step was scheduled. {where}."
-        )
+        order = "" if self.behind is None else f" before step {self.behind} is booked"
+        futures = "" if not self.num_futures else f", {self.num_futures:,} of them unknown when it was scheduled"
+        state = "The device computes while the host goes on" if self.is_async else "It has ended already"
+        return f"The forward of {some(self.num_tokens, 'token')} is launched{order}{futures}. {state}."
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepArrived(Event):
-    """The forward of a step has ended, and its tokens are sampled."""
+    """The host has waited for the end of a forward, and has sampled its tokens."""
 
     style: ClassVar[str] = "cyan"
+    is_async: bool
+    """As in `StepLaunched`."""
     device_ms: float = volatile()
     """Duration of the forward on the device."""
     waited_ms: float = volatile()
@@ -69,11 +70,18 @@ class StepArrived(Event):
     @classmethod
     def of(cls, forward: Any) -> Self:
         """Build the event for a `ForwardOutput`."""
-        return cls(device_ms=forward.device_seconds * 1e3, waited_ms=forward.waited_seconds * 1e3)
+        device_ms, waited_ms = forward.device_seconds * 1e3, forward.waited_seconds * 1e3
+        return cls(is_async=forward.is_async, device_ms=device_ms, waited_ms=waited_ms)
 
     def explain(self) -> str:
         hidden = max(self.device_ms - self.waited_ms, 0.0)
         return (
-            f"Arrived: the forward took {self.device_ms:.2f} ms. The host did other work for {hidden:.2f} ms of that, "
-            f"and then waited for {self.waited_ms:.2f} ms."
+            f"The tokens have arrived: the forward took {self.device_ms:.2f} ms. The host did other work for "
+            f"{hidden:.2f} ms of that, and then waited for {self.waited_ms:.2f} ms."
         )
+
+    def brief(self) -> str:
+        return f"forward {self.device_ms:.1f} ms, waited {self.waited_ms:.1f} ms"
+
+    def bar(self) -> tuple[str, float]:
+        return "device", self.device_ms if self.is_async else -self.device_ms

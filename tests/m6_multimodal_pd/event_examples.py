@@ -23,6 +23,7 @@ from m6_multimodal_pd.events import (
     ItemReceived,
     PositionsAssigned,
 )
+from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
 
 CONTENT, OTHER = "3f9a61c0" + 56 * "0", "b7e215d4" + 56 * "1"
 RECEIVED = ItemReceived(
@@ -82,6 +83,10 @@ REPORTED = Reported(
     engine="decode-1", its_step=12, what="decode", rids=("a",), text="a has 3 tokens.", facts=(("n", 3),)
 )
 
+NORMAL = NormalOrder(reason="the torch backend has no thread that runs all layers")
+LAUNCHED = StepLaunched(num_tokens=1025, num_futures=2, behind=6, is_async=True)
+ARRIVED = StepArrived(is_async=True, device_ms=1.25, waited_ms=0.5)
+
 EXAMPLES: dict[Event, list[str]] = {
     CHANGED: ["Room 7 (a), decode side: waiting for input -> transferring: the first pages have come."],
     SENT: ["4 pages of a, from page 3 on, lie ready for decode-0: 1.0 MiB in 1.00 ms (1.0 GB/s); more will come."],
@@ -133,5 +138,17 @@ EXAMPLES: dict[Event, list[str]] = {
     NO_GRAPHS: [
         "Steps of the draft model launch their kernels one by one, without CUDA graphs: OutOfMemoryError: CUDA out of "
         "memory."
+    ],
+    NORMAL: ["Steps do not overlap: the torch backend has no thread that runs all layers."],
+    LAUNCHED: [
+        "The forward of 1,025 tokens is launched before step 6 is booked, 2 of them unknown when it was scheduled.",
+        "The device computes while the host goes on.",
+    ],
+    replace(LAUNCHED, num_tokens=1, num_futures=0, behind=None, is_async=False): [
+        "The forward of 1 token is launched. It has ended already."
+    ],
+    ARRIVED: [
+        "The tokens have arrived: the forward took 1.25 ms.",
+        "The host did other work for 0.75 ms of that, and then waited for 0.50 ms.",
     ],
 }

@@ -67,11 +67,12 @@ def test_the_positions_of_a_request_id_are_those_of_its_last_prompt(make_engine:
 # --- two engines ------------------------------------------------------------------------------------------------------
 
 
-def test_views_of_a_file_are_drawn_as_live_ones(seeing_directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlapped"])
+def test_views_of_a_file_are_drawn_as_live_ones(seeing_directory: Path, tmp_path: Path, overlap: bool) -> None:
     path, live = tmp_path / "trace.jsonl", (PositionsView(), TwoEnginesView())
     with LLMEngine(
         model_config=ModelConfig(model=seeing_directory, device="cpu", dtype="float32"),
-        scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
+        scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, enable_overlap=overlap),
         disaggregation_config=DisaggregationConfig(transport="in_process"),
         trace_config=TraceConfig(jsonl=path, readers=live),
     ) as engine:
@@ -79,6 +80,9 @@ def test_views_of_a_file_are_drawn_as_live_ones(seeing_directory: Path, tmp_path
             engine.add_request(engine.chat_prompt(content), SamplingParams(max_tokens=4), request_id=rid)
         while engine.has_unfinished_requests():
             engine.step()
+    assert {engine for engine, what in live[1].latest if what == "step_arrived"} == (
+        {"prefill-0", "decode-0"} if overlap else set()
+    )
     stored = (PositionsView(), TwoEnginesView())
     for record in read_trace(path, "m6_multimodal_pd"):
         for view in stored:
