@@ -59,8 +59,8 @@ class InFlight(NamedTuple):
 class OverlapEngineCore(EngineCore):
     """Launches a step before it books the one before.
 
-    `step` does that, `_add_to_totals` counts a step when it is booked, `_forget_all` and `close` first drop the step in
-    flight, and `check_invariants` knows of it.
+    `step` does that, `_add_to_totals` and `_end_all` count a step when it is booked or ended by an error, `_forget_all`
+    and `close` first drop the step in flight, and `check_invariants` knows of it.
     """
 
     def __init__(self, **parts: Any) -> None:
@@ -149,6 +149,11 @@ class OverlapEngineCore(EngineCore):
         """Do nothing for a step that is in the totals."""
         if record is not BOOKED:
             super()._add_to_totals(record)
+
+    def _end_all(self, error: Exception) -> dict[str, RequestOutput]:
+        """End all requests with an error, in the next step that is not booked."""
+        self.tracer.step = self.iteration + 1
+        return super()._end_all(error)
 
     def _forget_all(self, reason: BaseFinishReason) -> None:
         """Drop the step in flight, and end all requests."""

@@ -11,7 +11,7 @@ SGLang: `process_batch_result` in `event_loop_overlap`; vLLM: `num_output_placeh
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -25,7 +25,7 @@ from m4_radix_cache.invariants import check_memory, pages_of
 from m4_radix_cache.request import Req
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import ScheduleBatch as PlainScheduleBatch
-from m5_chunked_prefill_spec.events import RolledBack
+from m5_chunked_prefill_spec.events import Batch, RolledBack
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.result_processor import commit_run_simply
 from m5_chunked_prefill_spec.schedule_batch import Run, ScheduleBatch
@@ -105,9 +105,16 @@ class LateResults:
         if batch is None and in_flight is None and scheduler.is_stuck():
             raise PartError(scheduler.nothing_runs)
         if batch is not None:
-            scheduler.tracer.emit(scheduler.batch_event.of, batch, scheduler)
+            scheduler.tracer.emit(self._batch_event, batch, in_flight)
             scheduler.unreported = []
         return batch
+
+    def _batch_event(self, batch: ScheduleBatch, in_flight: Step | None) -> Batch:
+        """Return the event of a batch. A request that ends with the step in flight waits for nothing."""
+        event = self.scheduler.batch_event.of(batch, self.scheduler)
+        assert isinstance(event, Batch)
+        ending = sum(self._ends_with(in_flight, req) for req in self.scheduler.running)
+        return replace(event, num_running=event.num_running - ending)
 
     def launched(self, number: int, batch: ScheduleBatch) -> Step:
         """Return the step of a batch, and let the batch go on with placeholders for its tokens."""

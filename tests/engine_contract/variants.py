@@ -19,6 +19,7 @@ from tests.m2_continuous_batching import engines as m2
 from tests.m3_paged_attention import engines as m3
 from tests.m4_radix_cache import engines as m4
 from tests.m5_chunked_prefill_spec import engines as m5
+from tests.m6_multimodal_pd import engines as m6
 
 Moment = Literal["before", "forward", "after"]
 MOMENTS: tuple[Moment, ...] = ("before", "forward", "after")
@@ -327,7 +328,16 @@ M5_GUESSING = _m5("guessing", method="ngram", drafts=3, parts=lambda: {"proposer
 # --- m6 ---------------------------------------------------------------------------------------------------------------
 
 
-M6 = replace(M5_GUESSING, milestone="m6_multimodal_pd", name="")
+def _m6(variant: Variant, name: str, **settings: Any) -> Variant:
+    return replace(
+        variant,
+        milestone="m6_multimodal_pd",
+        name=name,
+        limits=lambda seats, budget, room: m6.setting(seats, budget, tokens=room or 2048, page_size=2, **settings),
+    )
+
+
+M6 = _m6(M5_GUESSING, "", method="ngram", drafts=3)
 """On a model without eyes: what is its own stands in its own directory."""
 
 

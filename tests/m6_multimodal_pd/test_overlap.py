@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
+from m1_single_request.events import StepDone
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention import native_library
+from m5_chunked_prefill_spec.events import Batch
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m6_multimodal_pd import (
     CacheConfig,
@@ -17,6 +19,7 @@ from m6_multimodal_pd import (
     ForwardError,
     LLMEngine,
     ModelConfig,
+    PartError,
     SamplingParams,
     SchedulerConfig,
     SpeculativeConfig,
@@ -234,6 +237,16 @@ def test_as_many_drafts_are_accepted_as_in_the_normal_loop(make_drafting: Any, p
     assert abs(num_accepted - num_accepted_late) <= len(PROMPTS), "the last step of an answer may have fewer drafts"
 
 
+def test_no_request_that_ends_is_said_to_wait(make_engine: MakeEngine) -> None:
+    engine, records = overlapped(make_engine), Records()
+    engine.tracer.attach(records)
+    ask(engine, greedy(3), a=PROMPTS["a"])
+    ask(engine, greedy(6), b=PROMPTS["b"])
+    list(calls(engine))
+    batches = [event for _, event in records.of(Batch)]
+    assert [event.num_running for event in batches] == [2, 2, 2, 1, 1, 1]
+
+
 # --- what breaks in flight --------------------------------------------------------------------------------------------
 
 
@@ -256,6 +269,25 @@ def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(make_e
     ask(engine)
     again = {rid: output.token_ids for outputs in calls(engine) for rid, output in outputs.items()}
     assert again == {rid: output.token_ids for rid, output in answers.items()}
+    check_flushed(engine)
+
+
+def test_an_error_while_a_step_is_scheduled_ends_all_in_the_step_that_was_in_flight(make_engine: MakeEngine) -> None:
+    engine, records = overlapped(make_engine), Records()
+    engine.tracer.attach(records)
+    ask(engine)
+    engine.step()
+    engine.step()
+    scheduler = engine.engine_core.scheduler
+    scheduler.composer, composer = None, scheduler.composer
+    outputs = engine.step()
+    assert outputs.keys() == PROMPTS.keys() and all(isinstance(o.error, PartError) for o in outputs.values())
+    assert held(engine) == 0 and engine.engine_core.in_flight is None
+    scheduler.composer = composer
+    ask(engine)
+    assert all(output.error is None for outputs in calls(engine) for output in outputs.values())
+    done = [step for step, _ in records.of(StepDone)]
+    assert done == list(range(1, engine.stats().num_steps + 1))
     check_flushed(engine)
 
 
