@@ -9,7 +9,7 @@ SGLang: `process_batch_result` in `event_loop_overlap`; vLLM: `num_output_placeh
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -17,6 +17,7 @@ from typing import cast
 import numpy as np
 
 from m1_single_request.errors import PartError
+from m1_single_request.request import BaseFinishReason, FinishError
 from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m3_paged_attention.outputs import ModelRunnerOutput
@@ -89,6 +90,8 @@ class LateResults:
         self.scheduler = scheduler
         self.ended: list[Req] = []
         """Requests that have ended, and have a row until the step in flight has arrived."""
+        self._marked_early: dict[str, BaseFinishReason] = {}
+        """By request id: errors that were found while the next step was scheduled, before a token that is in flight."""
 
     # --- schedule -----------------------------------------------------------------------------------------------------
 
@@ -99,8 +102,12 @@ class LateResults:
         scheduler.merge_last_batch()
         running = scheduler.running_batch
         running.filter_batch([i for i, req in enumerate(running.reqs) if not self._ends_with(in_flight, req)])
+        before = set(scheduler.marked)
         with self._as_if_arrived(in_flight):
             batch = scheduler.cur_batch = scheduler.get_next_batch_to_run()
+        if in_flight is not None:
+            found = [req for rid, req in scheduler.marked.items() if rid not in before]
+            self._postpone([req for req in found if isinstance(req.to_finish, FinishError)])
         assert batch is None or isinstance(batch, ScheduleBatch)
         if batch is None and in_flight is None and scheduler.is_stuck():
             raise PartError(scheduler.nothing_runs)
@@ -108,6 +115,13 @@ class LateResults:
             scheduler.tracer.emit(self._batch_event, batch, in_flight)
             scheduler.unreported = []
         return batch
+
+    def _postpone(self, reqs: Sequence[Req]) -> None:
+        """Take marks back until the token has come that these requests have in flight."""
+        for req in reqs:
+            assert req.to_finish is not None
+            self._marked_early[req.rid], req.to_finish = req.to_finish, None
+            del self.scheduler.marked[req.rid]
 
     def _batch_event(self, batch: ScheduleBatch, in_flight: Step | None) -> Batch:
         """Return the event of a batch. A request that ends with the step in flight waits for nothing."""
@@ -213,6 +227,9 @@ class LateResults:
                 self.ended.append(req)
             else:
                 scheduler.finish(req)
+        for rid, reason in self._marked_early.items():
+            scheduler.finish_requests([rid], reason)  # unless its token has ended it
+        self._marked_early = {}
         if not scheduler.requests:
             scheduler.new_token_ratio.reset()
         if scheduler.pools.debug:

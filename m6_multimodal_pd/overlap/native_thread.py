@@ -26,8 +26,8 @@ class NativeThread:
         self._library.thread_launch(self._thread, function, argument)
 
     def wait(self) -> float:
-        """Wait until the call has ended; return its duration in seconds."""
-        seconds: float = self._library.thread_wait(self._thread)
+        """Wait until the call has ended; return its duration in seconds. After `close` there is none."""
+        seconds: float = 0.0 if self._thread is None else self._library.thread_wait(self._thread)
         return seconds
 
     def close(self) -> None:

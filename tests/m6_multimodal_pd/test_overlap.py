@@ -17,6 +17,7 @@ from m6_multimodal_pd import (
     ConfigError,
     EngineDeadError,
     ForwardError,
+    KVCapacityError,
     LLMEngine,
     ModelConfig,
     PartError,
@@ -247,6 +248,18 @@ def test_no_request_that_ends_is_said_to_wait(make_engine: MakeEngine) -> None:
     assert [event.num_running for event in batches] == [2, 2, 2, 1, 1, 1]
 
 
+def test_a_request_that_outgrows_the_memory_gets_its_token_in_flight_first(make_engine: MakeEngine) -> None:
+    lengths = []
+    for overlap in (False, True):
+        engine = make_engine(**setting(8, tokens=16, page_size=4, enable_overlap=overlap))
+        ask(engine, greedy(40), a=PROMPTS["a"])
+        *_, last = calls(engine)
+        assert isinstance(last["a"].error, KVCapacityError)
+        lengths.append(len(last["a"].token_ids))
+        check_flushed(engine)
+    assert lengths[0] == lengths[1]
+
+
 # --- what breaks in flight --------------------------------------------------------------------------------------------
 
 
@@ -401,7 +414,7 @@ def test_engines_are_closed_at_any_moment_and_end_their_thread(real_launcher: No
         thread = engine.engine_core.launcher.thread
         engine.close()
         engine.close()
-        assert thread._thread is None and held(engine) == 0
+        assert thread._thread is None and thread.wait() == 0 and held(engine) == 0
 
 
 # --- where steps do not overlap ---------------------------------------------------------------------------------------
