@@ -126,6 +126,7 @@ NEEDS = st.fixed_dictionaries(
 
 
 @pytest.mark.hypothesis
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_forced", FORCED, ids=FORCED.values())
 @pytest.mark.parametrize(("cache", "page_size"), PAGES)
 def test_overlapped_steps_answer_any_traffic_as_the_normal_loop_does(
@@ -150,6 +151,7 @@ def test_overlapped_steps_answer_any_traffic_as_the_normal_loop_does(
 
 
 @pytest.mark.hypothesis
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_forced", FORCED, ids=FORCED.values())
 @pytest.mark.parametrize(("cache", "page_size"), PAGES)
 def test_drafts_that_are_scheduled_behind_drafts_change_no_token(
