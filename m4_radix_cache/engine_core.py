@@ -108,11 +108,10 @@ class EngineCore(EngineCoreBase):
         self._record.num_prompt_tokens = batch.num_prompt_tokens
         output = self.executor.execute_model(batch)
         self._record.lap("execute")
-        return self._accept(batch, output)
+        return self._accept(checked(output, dict(zip(batch.rids, batch.sample_lens, strict=True))))
 
-    def _accept(self, batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Check the output of a batch; a request without a token in it ends with its error."""
-        output = checked(output, dict(zip(batch.rids, batch.sample_lens, strict=True)))
+    def _accept(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Mark the requests without a token in a checked output: they end with their errors."""
         for request_id, error in output.errors.items():
             self._fail([request_id], error)
         end_with_sampling(self._record, output.sample_seconds)

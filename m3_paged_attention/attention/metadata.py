@@ -81,7 +81,9 @@ def on_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """
     if isinstance(array, np.ndarray):
         array = torch.from_numpy(array)
-    return array if array.device.type == device.type else array.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda" and not array.is_cuda:
+        array = array.pin_memory()
+    return array.to(device, non_blocking=True)
 
 
 def columns_on_device(columns: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:

@@ -3,8 +3,8 @@
     normal       host    | schedule N | ........ wait ........ | book N | schedule N+1 | ........ wait ...
                  device               | forward N              |                       | forward N+1
 
-    overlapped   host    | schedule N+1 | wait | launch N+1 | book N | schedule N+2 | wait | launch N+2
-                 device    forward N ......... |            | forward N+1 .............. |
+    overlapped   host    | schedule N+1 | wait | sample N, launch N+1 | book N | schedule N+2 | wait | ...
+                 device    forward N ......... |                      | forward N+1 .............. |
 
 When step N + 1 is scheduled, the tokens of step N are not known. It is scheduled as if each request had got a token
 that ends nothing; a placeholder stands for the token until the launch. Read in this order: `engine_core.py` beside

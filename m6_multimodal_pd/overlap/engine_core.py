@@ -3,14 +3,18 @@
     normal       schedule N+1 -> execute N+1 -> update N+1 -> make outputs N+1
     overlapped   schedule N+1 -> arrive N -> launch N+1 -> update N -> make outputs N
 
-So the first call of a burst returns nothing, and each later one the outputs of the step before. The last call books two
-steps. SGLang: `Scheduler.event_loop_overlap`.
+To book a step is to update its requests and to make their outputs. The first call of a burst returns nothing, and each
+later one the outputs of the step before. The last call books two steps, and so does one whose step gives the
+log-probabilities of a prompt. SGLang: `Scheduler.event_loop_overlap`.
 """
 
 import copy
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+import torch
 
 from m1_single_request.engine_core import StepRecord
 from m1_single_request.outputs import RequestOutput
@@ -22,6 +26,7 @@ from m4_radix_cache.model_worker_batch import ForwardMode
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m5_chunked_prefill_spec.speculative.proposer import DraftModelProposer
+from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
 from m6_multimodal_pd.engine_core import EngineCore
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
@@ -29,19 +34,20 @@ from m6_multimodal_pd.overlap.late_results import LateResults, Step
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 
 
-def obstacle(executor: Any, scheduler: Any, launcher: Launcher) -> str | None:
-    """Return why the steps of an engine cannot overlap, or None."""
+def obstacle(executor: Any, scheduler: Any) -> str | None:
+    """Return why the parts of an engine do not allow overlapped steps, or None."""
     if type(scheduler.speculation.proposer) not in (type(None), DraftModelProposer):
         return "drafts continue the newest tokens, which must be known when a step is scheduled"
+    worker = getattr(executor, "worker", None)
     for role, part, usual, methods in (
         ("scheduler", scheduler, Scheduler, ("schedule", "update_from_output", "process_batch_result")),
         ("executor", executor, GPUExecutor, ("execute_model",)),
-        ("worker", launcher.worker, GPUWorker, ("execute_model", "run")),
-        ("model_runner", launcher.runner, ModelRunner, ("execute_model",)),
+        ("worker", worker, GPUWorker, ("execute_model", "run")),
+        ("model_runner", getattr(worker, "model_runner", None), ModelRunner, ("execute_model",)),
     ):
         if any(getattr(type(part), name, None) is not getattr(usual, name) for name in methods):
             return f"the part {role!r} has its own {' or '.join(methods)}, which would not be called"
-    return launcher.obstacle()
+    return None
 
 
 BOOKED = StepRecord()
@@ -67,56 +73,67 @@ class OverlapEngineCore(EngineCore):
         """`parts`: as m6's."""
         super().__init__(**parts)
         self.late = LateResults(parts["scheduler"])
-        self.launcher = Launcher(self.executor.worker, self.scheduler.pools.req_to_token_pool.size)
         self.in_flight: InFlight | None = None
-        self.obstacle = obstacle(self.executor, self.scheduler, self.launcher)
+        self.launcher: Any = None
+        self.obstacle = obstacle(self.executor, self.scheduler)
+        if self.obstacle is None:
+            self.launcher = Launcher(self.executor.worker, self.scheduler.pools.req_to_token_pool.size)
+            self.obstacle = self.launcher.obstacle()
+            when_dropped(self, self.launcher.close)  # before the memory is freed that its thread reads
         self.tracer.emit(NormalOrder.of, self.obstacle)
+        self._outputs: dict[str, RequestOutput] = {}  # of the call that runs
 
     def step(self) -> dict[str, RequestOutput]:
-        """Launch the next step, then book the one in flight; return its outputs. Errors are those of m4's step."""
+        """Launch the next step, N + 1, then book the one in flight, N; return its outputs. Errors are those of m4's
+        step."""
         if self.obstacle is not None:
             return super().step()
-        arriving, self.in_flight = self.in_flight, self._launch(self.in_flight)
-        outputs = self._book(arriving, self.in_flight)
-        if self.in_flight is not None and self._must_arrive(self.in_flight):
-            arriving, self.in_flight = self.in_flight, None
-            self._arrive(arriving, None)
-            outputs |= self._book(arriving, None)
+        self._outputs, before = {}, self.in_flight
+        if before is None and self.scheduler.marked:
+            self._book(None, None)  # what was aborted ends in a step of its own
+        batch, record = self._schedule(before)  # 1 schedule N + 1
+        if before is not None:
+            self._arrive(before, batch)  # 2 arrive N
+        self.in_flight = None if batch is None else self._start(batch, before, record)  # 3 launch N + 1
+        if before is not None or (self.in_flight is None and self.scheduler.marked):
+            self._book(before, self.in_flight)  # 4 update N, 5 make outputs
+        if self.in_flight is not None and self._must_arrive(self.in_flight):  # 2, 4 and 5 of N + 1
+            before, self.in_flight = self.in_flight, None
+            self._arrive(before, None)
+            self._book(before, None)
         self._record = BOOKED
-        return outputs
+        return self._outputs
 
     def _must_arrive(self, in_flight: InFlight) -> bool:
         """Return whether a step is booked in the call that launched it: nothing can be launched behind it, or the
         log-probabilities of its prompts are needed before a request of it may be retracted."""
         return bool(in_flight.forward.batch.prompts_to_rate) or self.late.nothing_follows(in_flight.step)
 
-    def _launch(self, arriving: InFlight | None) -> InFlight | None:
-        """Schedule the next step, let the one in flight arrive, and launch."""
-        record, before = self._record, None if arriving is None else arriving.step
-        number = self.tracer.step = self.iteration + (1 if before is None else 2)
-        batch = self.late.schedule(before)  # 1 schedule
+    def _schedule(self, before: InFlight | None) -> tuple[ScheduleBatch | None, StepRecord]:
+        """Choose the batch of the next step, behind the one in flight."""
+        self._record = record = StepRecord()
+        self.tracer.step = self.iteration + (1 if before is None else 2)
+        batch = self.late.schedule(None if before is None else before.step)
         record.lap("schedule")
-        if arriving is not None:
-            self._arrive(arriving, batch)  # 2 arrive
-            self.tracer.step, record.lap_began = number, time.perf_counter()
-        if batch is None:
-            return None
-        forward = self._start(batch, record)  # 3 launch
-        step = self.late.launched(number, batch)
-        self.tracer.emit(StepLaunched.of, forward, None if before is None else before.number)
-        record.lap("execute")
-        return InFlight(step, forward, record)
+        return batch, record
 
-    def _start(self, batch: ScheduleBatch, record: StepRecord) -> ForwardOutput:
-        """Start the forward of a batch, whose sampling parameters stay as they are now."""
+    def _start(self, batch: ScheduleBatch, before: InFlight | None, record: StepRecord) -> InFlight:
+        """Launch a batch, whose sampling parameters stay as they are now."""
+        number = self.tracer.step = self.iteration + (1 if before is None else 2)
+        record.lap_began = time.perf_counter()
         work: Any = batch.get_model_worker_batch()
         work = replace(work, sampling_info=copy.copy(work.sampling_info))
         record.request_ids, record.num_tokens = work.rids, len(work.input_ids)
         record.num_prompt_tokens = work.num_prompt_tokens
+        forward: ForwardOutput
         if work.forward_mode is ForwardMode.PREBUILT:
-            return self.launcher.launched(work, self.executor.execute_model(work))
-        with_images: Any = self.with_images(work)
-        return self.launcher.launch(with_images)
+            forward = self.launcher.prebuilt(work, self.executor.execute_model(work))
+        else:
+            forward = self.launcher.launch(self.with_images(work))
+        step = self.late.launched(number, batch)
+        self.tracer.emit(StepLaunched.of, forward, None if before is None else before.step.number)
+        record.lap("execute")
+        return InFlight(step, forward, record)
 
     def _arrive(self, arriving: InFlight, scheduled: ScheduleBatch | None) -> None:
         """Wait for a step, and sample it. `scheduled`: the next batch, which is not launched yet."""
@@ -127,23 +144,21 @@ class OverlapEngineCore(EngineCore):
         self.late.arrived(arriving.step, arriving.forward.output, scheduled)
         record.lap("execute")
 
-    def _book(self, arrived: InFlight | None, ahead: InFlight | None) -> dict[str, RequestOutput]:
-        """Book a step that has arrived, and return its outputs; `ahead`: the one that is in flight now. Without a step
-        the requests end that are marked."""
-        if arrived is None and ahead is not None and not self.scheduler.marked:
-            return {}
+    def _book(self, arrived: InFlight | None, ahead: InFlight | None) -> None:
+        """Book a step that has arrived, and add its outputs to those of the call; `ahead`: the one that is in flight
+        now. Without a step the requests end that are marked."""
         self._record = StepRecord() if arrived is None else arrived.record
         self._record.lap_began = time.perf_counter()
         step = None if arrived is None else arrived.step
         self.tracer.step = self.iteration + 1
         output = self._run_or_fail("execute", self._accept_result, arrived)
-        changed = self.late.update(step, output, None if ahead is None else ahead.step)  # 4 update
-        outputs = self._make_outputs(self.families.reported(changed))  # 5 make outputs
+        changed = self.late.update(step, output, None if ahead is None else ahead.step)
+        self._outputs |= self._make_outputs(self.families.reported(changed))
         super()._add_to_totals(self._record)
-        return outputs
+        self._record = StepRecord()  # of an error that comes now
 
     def _accept_result(self, arrived: InFlight) -> ModelRunnerOutput:
-        return self._accept(arrived.forward.batch, self.launcher.result(arrived.forward))
+        return self._accept(self.launcher.result(arrived.forward))
 
     def _add_to_totals(self, record: StepRecord) -> None:
         """Do nothing for a step that is in the totals."""
@@ -151,14 +166,18 @@ class OverlapEngineCore(EngineCore):
             super()._add_to_totals(record)
 
     def _end_all(self, error: Exception) -> dict[str, RequestOutput]:
-        """End all requests with an error, in the next step that is not booked."""
+        """End all requests with an error, in the next step that is not booked. Those that have ended in the same call
+        keep their outputs."""
         self.tracer.step = self.iteration + 1
-        return super()._end_all(error)
+        return self._outputs | super()._end_all(error)
 
     def _forget_all(self, reason: BaseFinishReason) -> None:
         """Drop the step in flight, and end all requests."""
-        self.launcher.wait()
-        self.in_flight, self.late.ended = None, []
+        if self.launcher is not None:
+            with suppress(torch.AcceleratorError):  # a lost device computes nothing any more
+                self.launcher.wait()
+        self.in_flight = None
+        self.late.reset()
         super()._forget_all(reason)
 
     def check_invariants(self) -> None:
@@ -170,4 +189,5 @@ class OverlapEngineCore(EngineCore):
         try:
             super().close()
         finally:
-            self.launcher.close()
+            if self.launcher is not None:
+                self.launcher.close()

@@ -93,6 +93,10 @@ class LateResults:
         self._marked_early: dict[str, BaseFinishReason] = {}
         """By request id: errors that were found while the next step was scheduled, before a token that is in flight."""
 
+    def reset(self) -> None:
+        """Forget all requests, whose rows are freed elsewhere."""
+        self.ended, self._marked_early = [], {}
+
     # --- schedule -----------------------------------------------------------------------------------------------------
 
     def schedule(self, in_flight: Step | None) -> ScheduleBatch | None:
@@ -193,7 +197,7 @@ class LateResults:
         for batch in living:
             if req not in batch.reqs:
                 continue
-            place = batch.reqs.index(req)
+            place, count = batch.reqs.index(req), 0
             batch.seq_lens = batch.seq_lens.copy()
             batch.seq_lens[place] -= num_tokens
             end = int(batch.seq_lens[place])
@@ -202,7 +206,7 @@ class LateResults:
                 batch.out_cache_loc = batch.out_cache_loc.copy()
                 batch.out_cache_loc[start : start + count] = rows.read(row, end - count, end)
             allocator.free(rows.truncate(row, end, page_size=allocator.page_size))
-            self.scheduler.tracer.emit(RolledBack, rid=req.rid, num_tokens=num_tokens, committed=end)
+            self.scheduler.tracer.emit(RolledBack, rid=req.rid, num_tokens=num_tokens, committed=end - count)
 
     # --- update -------------------------------------------------------------------------------------------------------
 
@@ -225,6 +229,8 @@ class LateResults:
             if ahead is not None and req.req_pool_idx is not None and ahead.end(req):
                 scheduler.leave(req)
                 self.ended.append(req)
+                if req is scheduler.chunked_req:
+                    scheduler.prompts.chunked_req = None  # it has a row, which a retraction must not free
             else:
                 scheduler.finish(req)
         for rid, reason in self._marked_early.items():
@@ -265,8 +271,10 @@ class LateResults:
         stop_checker = self.scheduler.updater.stop_checker
         if isinstance(stop_checker, FirstTokenOnly):
             return True
-        longest = min(req.sampling_params.max_tokens, stop_checker.max_model_len - len(req.origin_input_ids))
-        return type(stop_checker).check is StopChecker.check and num_tokens >= longest
+        if type(stop_checker).check is not StopChecker.check:
+            return False
+        max_tokens, max_len = req.sampling_params.max_tokens, stop_checker.max_model_len
+        return num_tokens >= min(max_tokens, max_len - len(req.origin_input_ids))
 
     def _commit(self, step: Step, output: ModelRunnerOutput) -> list[Req]:
         """Give the requests of a step their tokens. Return those with a new one."""

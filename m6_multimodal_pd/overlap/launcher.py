@@ -9,6 +9,8 @@ for a step with images or many tokens, the forward has ended when `launch` retur
 
 import ctypes
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from m3_paged_attention.attention.native_step import NativeStep
+from m3_paged_attention.executor import checked
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
@@ -35,6 +38,8 @@ class ForwardOutput:
     """Input tokens that were placeholders when the batch was scheduled."""
     drafts: Drafts | None = None
     forward_batch: ForwardBatch | None = None
+    step: NativeStep | None = None
+    """What the thread runs, which reads its memory."""
     hidden: Tensor | None = None
     """`[total_tokens, hidden_size]`; not to be read before the forward has ended."""
     is_async: bool = False
@@ -68,27 +73,30 @@ class Launcher:
         """Start the forward of a batch, whose placeholders have their tokens now. Its error is raised by `result`."""
         num_futures = int((batch.input_ids < 0).sum())
         launched = ForwardOutput(replace(batch, input_ids=self.future_map.resolve(batch.input_ids)), num_futures)
-        try:
-            self.worker.run(self._start, launched)
-        except Exception as error:
-            launched.error = error
+        self._run(self._start, launched)
         return launched
 
-    def launched(self, batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ForwardOutput:
+    def prebuilt(self, batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ForwardOutput:
         """Return a forward that another engine has computed."""
-        result = ForwardOutput(batch, output=output)
-        self._keep(result)
-        return result
+        launched = ForwardOutput(batch, output=checked(output, expected_of(batch)))
+        self._keep(launched)
+        return launched
 
     def sample(self, launched: ForwardOutput) -> None:
         """Wait for a forward, and sample its tokens; the next launch needs them."""
         if launched.output is None and launched.error is None:
-            try:
-                self.worker.run(self._sample, launched)
-                self._keep(launched)
-            except Exception as error:
-                launched.error = error
-            launched.forward_batch = launched.hidden = None
+            self._run(self._sample, launched)
+        launched.forward_batch = launched.step = launched.hidden = None
+
+    def _run(self, part: Callable[[ForwardOutput], None], launched: ForwardOutput) -> None:
+        """Run a part of a step; its error is that of the step."""
+        try:
+            self.worker.run(part, launched)
+        except Exception as error:
+            if self.thread is not None:
+                self.thread.wait()  # it may still read what is dropped now
+            traceback.clear_frames(error.__traceback__)  # they hold tensors of the forward
+            launched.output, launched.error = None, error
 
     def result(self, launched: ForwardOutput) -> ModelRunnerOutput:
         """Return the output of a sampled step, or raise its error."""
@@ -118,9 +126,10 @@ class Launcher:
     def _start(self, launched: ForwardOutput) -> None:
         runner, batch = self.runner, self._prepare(launched)
         step = runner.model.step
-        is_visual = isinstance(batch, VisionBatch) and batch.visual is not None
-        if self.thread is not None and not is_visual and step.takes(batch.attn_metadata, runner.kv):
-            launched.is_async = True
+        is_text = not isinstance(batch, VisionBatch) or batch.visual is None
+        is_one_call = isinstance(step, NativeStep) and is_text and step.takes(batch.attn_metadata, runner.kv)
+        if self.thread is not None and is_one_call:
+            launched.is_async, launched.step = True, step
             launched.hidden = step.fill(batch.input_ids, batch.positions, batch.attn_metadata)
             self.thread.launch(ctypes.cast(step.run_layers, ctypes.c_void_p).value or 0, step.address)
             return
@@ -140,7 +149,10 @@ class Launcher:
         else:
             launched.device_seconds = launched.times[1] - launched.times[0]
         launched.waited_seconds = time.perf_counter() - began if launched.is_async else launched.device_seconds
-        launched.output = self.runner.sample(launched.batch, launched.forward_batch, launched.hidden, launched.drafts)
+        batch = launched.batch
+        output = self.runner.sample(batch, launched.forward_batch, launched.hidden, launched.drafts)
+        launched.output = checked(output, expected_of(batch))
+        self._keep(launched)
 
     def _clock(self) -> Any:
         """Return the time on the device, as a number or as an event of CUDA."""
@@ -159,3 +171,8 @@ class Launcher:
             places = {rid: place for place, rid in enumerate(batch.rids)}
             rows = rows[[places[rid] for rid in output.req_ids]]
         self.future_map.store(rows, np.array([token_ids[-1] for token_ids in output.sampled_token_ids], dtype=np.int64))
+
+
+def expected_of(batch: ModelWorkerBatch) -> dict[str, int]:
+    """Return the largest number of tokens of each request."""
+    return dict(zip(batch.rids, batch.sample_lens, strict=True))

@@ -32,6 +32,6 @@ class NativeThread:
 
     def close(self) -> None:
         """Wait for the call, and end the thread."""
-        if self._thread is not None:
-            self._library.thread_stop(self._thread)
-            self._thread = None
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._library.thread_stop(thread)

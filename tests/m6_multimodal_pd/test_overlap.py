@@ -1,5 +1,8 @@
 """One step in flight: when outputs come, what an ended request keeps, and what breaks while a step is on its way."""
 
+import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +11,7 @@ import torch
 
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
 from m1_single_request.events import StepDone
+from m1_single_request.sampler import Sampler
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention import native_library
 from m5_chunked_prefill_spec.events import Batch
@@ -333,6 +337,75 @@ def test_an_interrupt_while_a_step_is_in_flight_leaves_a_dead_engine_that_holds_
     engine.close()
 
 
+def test_an_error_behind_the_end_of_a_request_takes_its_output_not_away(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last call books two steps; here the second one breaks."""
+    engine = overlapped(make_engine)
+    ask(engine, greedy(2), a=PROMPTS["a"])
+    ask(engine, greedy(3), b=PROMPTS["b"])
+    engine.step()
+    engine.step()
+    late, update = engine.engine_core.late, engine.engine_core.late.update
+    updates: list[Any] = []
+
+    def breaking(*step: Any) -> Any:
+        updates.append(step)
+        if len(updates) == 2:
+            raise RuntimeError("the second update")
+        return update(*step)
+
+    monkeypatch.setattr(late, "update", breaking)
+    outputs = engine.step()
+    assert outputs["a"].finish_reason == "length" and isinstance(outputs["b"].error, PartError)
+    assert len(updates) == 2 and not engine.has_unfinished_requests() and held(engine) == 0
+    stats = engine.stats()
+    assert stats.num_steps == 3 and stats.num_finished == {"length": 1, "error": 1}
+    assert stats.num_prompt_tokens == len(PROMPTS["a"]) + len(PROMPTS["b"])
+
+
+class OddSampler(Sampler):
+    """Gives the second row what is no token."""
+
+    def choose(self, logits: Any, metadata: Any) -> Any:
+        tokens = super().choose(logits, metadata)
+        if len(tokens) == 3:
+            tokens[1] = -5
+        return tokens
+
+
+def test_what_is_no_token_ends_its_request_alone_and_is_no_input(make_engine: MakeEngine) -> None:
+    answers = wanted(make_engine)
+    engine = make_engine({"sampler": OddSampler}, **setting(8, tokens=FEW, enable_overlap=True))
+    ask(engine)
+    last = {rid: output for outputs in calls(engine) for rid, output in outputs.items()}
+    assert isinstance(last["b"].error, PartError) and not last["b"].token_ids
+    for rid in ("a", "c"):
+        assert (last[rid].error, last[rid].token_ids) == (None, answers[rid].token_ids)
+    assert engine.engine_core.launcher.future_map.tokens.min() >= 0
+    check_drained(engine)
+
+
+def test_a_request_in_pieces_that_has_ended_has_no_next_piece(make_engine: MakeEngine) -> None:
+    """It keeps its row until its last piece has arrived. Nobody may retract it for that row, or wait for its end."""
+    engine = make_engine(**setting(8, 8, tokens=128, page_size=1, schedule="prefill_first", enable_overlap=True))
+    ask(engine, greedy(20), a=PROMPTS["a"], b=PROMPTS["b"])
+    for _ in range(3):
+        engine.step()
+    engine.add_request(list(range(20, 60)), greedy(5), request_id="long")
+    core, error = engine.engine_core, RuntimeError("the piece is lost")
+    for _ in range(3):
+        engine.step()
+    assert core.in_flight.step.batch.rids == ["long"] and core.scheduler.chunked_req is not None
+    BreakingLauncher.due = error
+    outputs = engine.step()
+    assert outputs["long"].error is error and [req.rid for req in core.late.ended] == ["long"]
+    assert core.scheduler.chunked_req is None
+    last = {rid: output for outputs in calls(engine) for rid, output in outputs.items()}
+    assert {rid: output.error for rid, output in last.items()} == {"a": None, "b": None}
+    check_drained(engine)
+
+
 @pytest.mark.parametrize("row", range(3))
 def test_a_row_of_nan_in_flight_ends_its_request_alone(make_engine: MakeEngine, row: int) -> None:
     answers = wanted(make_engine)
@@ -415,6 +488,32 @@ def test_engines_are_closed_at_any_moment_and_end_their_thread(real_launcher: No
         engine.close()
         engine.close()
         assert thread._thread is None and thread.wait() == 0 and held(engine) == 0
+
+
+@native
+def test_an_engine_that_nobody_closes_ends_its_thread(real_launcher: None) -> None:
+    engine = native_engine(True)
+    engine.add_request("a long story", greedy(40))
+    engine.step()
+    thread = engine.engine_core.launcher.thread
+    assert engine.engine_core.in_flight is not None and thread._thread is not None
+    del engine
+    gc.collect()
+    assert thread._thread is None
+
+
+@native
+def test_python_may_end_while_a_step_is_in_flight(real_launcher: None) -> None:
+    program = """
+from m1_single_request import DEFAULT_MODEL
+from m6_multimodal_pd import LLMEngine, ModelConfig, SchedulerConfig
+engine = LLMEngine(model_config=ModelConfig(model=DEFAULT_MODEL), scheduler_config=SchedulerConfig(enable_overlap=True))
+engine.add_request("a long story")
+engine.step()
+assert engine.engine_core.in_flight is not None
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # --- where steps do not overlap ---------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // A thread that runs one call at a time: launch it, do something else, wait for it.
 //
-// Only this thread runs the kernels of an engine, so that OpenMP keeps one team of threads for them. Both sides look for
-// a change some microseconds long before they sleep, because to wake a sleeper takes as long as a small step.
+// Both sides look for a change some microseconds long before they sleep, because to wake a sleeper takes as long as a
+// small step.
 
 #pragma once
 
