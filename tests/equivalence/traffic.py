@@ -180,7 +180,10 @@ def cut_to(reference: Reference, size: int) -> Reference:
 
 
 def serve(engine: Any, asks: Sequence[Ask], check_step: Callable[[Any], None]) -> list[Any]:
-    """Let the requests come and go, with a look at the engine after each step; the last output of each."""
+    """Let the requests come and go, with a look at the engine after each step; the last output of each.
+
+    No output shrinks or changes, and none comes after its end.
+    """
     last: dict[str, Any] = {}
     number = 0
     while number <= max(ask.arrival for ask in asks) or engine.has_unfinished_requests():
@@ -192,7 +195,10 @@ def serve(engine: Any, asks: Sequence[Ask], check_step: Callable[[Any], None]) -
                 engine.abort_request(f"r{index}")
         outputs = engine.step()
         check_step(engine)
-        assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
+        for rid in outputs.keys() & last.keys():
+            assert not last[rid].finished, "reported again after its end"
+            for old, new in zip(last[rid].outputs, outputs[rid].outputs, strict=True):
+                assert new.token_ids[: len(old.token_ids)] == old.token_ids and new.text.startswith(old.text)
         last |= outputs
         number += 1
     return [last[f"r{index}"] for index in range(len(asks))]

@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from m6_multimodal_pd.overlap import engine_core
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
-from tests.equivalence.traffic import CLEAR_SETTINGS, MOST_STEPS, WIDE_SETTINGS, Ask, SharingAsk, asks_of
+from tests.equivalence.traffic import CLEAR_SETTINGS, WIDE_SETTINGS, Ask, SharingAsk, asks_of, serve
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, setting
 from tests.m6_multimodal_pd.seeing import EOS
 from tests.m6_multimodal_pd.test_equivalence_properties import ASKS, LIMITS, SIGHT
@@ -62,28 +62,6 @@ class LateLauncher(Launcher):
         if launched.hidden is None:
             launched.hidden, launched.times = self.runner.forward(launched.forward_batch), (0.0, 0.0)
         super()._sample(launched)
-
-
-def answers(engine: Any, asks: list[Ask]) -> list[Any]:
-    """The last output of each request. No output shrinks or changes, and none comes after its end."""
-    last: dict[str, Any] = {}
-    number = 0
-    while number <= max(ask.arrival for ask in asks) or engine.has_unfinished_requests():
-        assert number < MOST_STEPS, "the engine does not come to an end"
-        for index, ask in enumerate(asks):
-            if ask.arrival == number:
-                engine.add_request(ask.prompt, ask.params, request_id=f"r{index}", **ask.options)
-            if ask.patience is not None and ask.arrival + ask.patience == number:
-                engine.abort_request(f"r{index}")
-        for rid, output in engine.step().items():
-            before = last.get(rid)
-            assert before is None or not before.finished, "reported again after its end"
-            for old, new in zip(before.outputs if before else [], output.outputs, strict=True) if before else []:
-                assert new.token_ids[: len(old.token_ids)] == old.token_ids and new.text.startswith(old.text)
-            last[rid] = output
-        engine.engine_core.check_invariants()
-        number += 1
-    return [last[f"r{index}"] for index in range(len(asks))]
 
 
 def check_same(ask: Ask, normal: Any, overlapped: Any, tokens: int) -> None:
@@ -195,7 +173,7 @@ def compare(
         with make(parts, eos_token_ids=EOS, **configs) as engine:
             if overlap:
                 watch(engine, seen)
-            found.append(answers(engine, traffic))
+            found.append(serve(engine, traffic, lambda engine: engine.engine_core.check_invariants()))
             check_drained(engine)
             if overlap:
                 stats = engine.stats()
