@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 
 class OpenSteps(defaultdict[int, V]):
-    """What a reader keeps of each step that has not ended, by the number of the step."""
+    """State that a reader keeps for each step that has not ended, by the number of the step."""
 
     _ended: int | None = None  # the step that ended last, until an event of another one comes
     _next = 0
