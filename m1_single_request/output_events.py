@@ -64,7 +64,7 @@ class Sampled(Event):
         text: Callable[[int], str],
     ) -> Self:
         """Build the event for one row of `logits` `[rows, vocab]`. `text` decodes one token."""
-        best, ids = logits[row].softmax(-1).topk(min(NUM_CANDIDATES, logits.shape[-1]))
+        best, ids = logits[row].float().softmax(-1).topk(min(NUM_CANDIDATES, logits.shape[-1]))
         draws = None if params.is_greedy else metadata.uniforms
         return cls(
             rid=request_id,

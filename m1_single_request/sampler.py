@@ -61,20 +61,8 @@ class Sampler:
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Choose one token per row of `logits` `[rows, vocab]`, of any float type. Does not modify `logits`."""
         logits = logits.float()
-        tokens, vocab_size = self.choose(logits, metadata), logits.shape[-1]
-        logprobs: list[LogprobRow | None] = [None] * len(tokens)
-        asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
-        if asked:
-            counts = [k for k in metadata.num_logprobs if k is not None]
-            index = torch.tensor(asked, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
-            possible = tokens[index].clamp(max=vocab_size - 1)
-            for i, k, row in zip(asked, counts, gather_logprobs(logits[index], possible, max(counts)), strict=True):
-                logprobs[i] = _best(row, k)
-        token_ids = tuple(tokens.tolist())  # last, as this waits for the device
-        impossible: tuple[int, ...] = ()
-        if max(token_ids, default=0) >= vocab_size:
-            impossible = tuple(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
-        return SamplerOutput(token_ids, tuple(logprobs), impossible)
+        tokens = self.choose(logits, metadata)
+        return sampler_output(tokens, asked_logprobs(logits, tokens, metadata), metadata, logits.shape[-1])
 
     def choose(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """Return one token id per row of float32 `logits` `[rows, vocab]`; `vocab` where no token is possible."""
@@ -152,21 +140,53 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
+def asked_logprobs(logits: Tensor, tokens: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, ...]:
+    """Return the columns of `logprob_columns` for the rows that ask for log-probabilities; none if no row does."""
+    asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
+    if not asked:
+        return ()
+    index = torch.tensor(asked, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
+    possible = tokens[index].clamp(max=logits.shape[-1] - 1)
+    return logprob_columns(logits[index], possible, max(k for k in metadata.num_logprobs if k is not None))
+
+
+def sampler_output(
+    tokens: Tensor, columns: tuple[Tensor, ...], metadata: SamplingMetadata, vocab_size: int
+) -> SamplerOutput:
+    """Read the chosen tokens `[rows]`, as of `choose`, and the `columns` of `asked_logprobs`: waits for the device."""
+    logprobs: list[LogprobRow | None] = [None] * len(tokens)
+    if columns:
+        asked = [(i, k) for i, k in enumerate(metadata.num_logprobs) if k is not None]
+        for (i, k), row in zip(asked, logprob_rows(columns), strict=True):
+            logprobs[i] = LogprobRow(row.token_ids[: k + 1], row.logprobs[: k + 1], row.ranks[: k + 1])
+    token_ids = tuple(tokens.tolist())
+    impossible: tuple[int, ...] = ()
+    if max(token_ids, default=0) >= vocab_size:
+        impossible = tuple(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+    return SamplerOutput(token_ids, tuple(logprobs), impossible)
+
+
 def gather_logprobs(logits: Tensor, token_ids: Tensor, num_best: int) -> list[LogprobRow]:
     """Return log-probabilities of `token_ids` `[rows]` and of the `num_best` best tokens. `logits` `[rows, vocab]`."""
+    return logprob_rows(logprob_columns(logits, token_ids, num_best))
+
+
+def logprob_columns(logits: Tensor, token_ids: Tensor, num_best: int) -> tuple[Tensor, ...]:
+    """Return the log-probabilities of `gather_logprobs` as tensors: the token of each row, its log-probability and its
+    rank, `[rows]`, then the best tokens and theirs, `[rows, num_best]`."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(-1, token_ids[:, None])
     ranks = (logprobs >= own).sum(dim=-1)
     best, best_ids = logprobs.topk(min(num_best, logprobs.shape[-1]), dim=-1)
-    columns = (token_ids, own[:, 0], ranks, best_ids, best)
+    return token_ids, own[:, 0], ranks, best_ids, best
+
+
+def logprob_rows(columns: tuple[Tensor, ...]) -> list[LogprobRow]:
+    """Read the columns of `logprob_columns`."""
     return [
         LogprobRow((token, *ids), (value, *values), (rank, *range(1, len(ids) + 1)))
         for token, value, rank, ids, values in zip(*(column.tolist() for column in columns), strict=True)
     ]
-
-
-def _best(row: LogprobRow, k: int) -> LogprobRow:
-    return LogprobRow(row.token_ids[: k + 1], row.logprobs[: k + 1], row.ranks[: k + 1])
 
 
 def prompt_logprobs(params: SamplingParams, token_ids: Sequence[int], logits: Tensor) -> tuple[LogprobRow, ...] | None:

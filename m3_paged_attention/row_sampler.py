@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError
-from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs, impossible_row, not_finite
+from m1_single_request.sampler import (
+    LogprobRow,
+    Sampler,
+    SamplerOutput,
+    gather_logprobs,
+    impossible_row,
+    not_finite,
+)
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow as SingleSamplingRow
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.tracer import Tracer
@@ -124,7 +131,19 @@ class RowSampler:
         logits, is_broken = without_broken_rows(logits)
         metadata = batch.metadata()
         chosen = self.sampler(logits, metadata)
-        errors = {req_ids[i]: not_finite(req_ids[i]) for i in rows_where(is_broken)}
+        return self.rows(req_ids, batch, logits, metadata, chosen, rows_where(is_broken))
+
+    def rows(
+        self,
+        req_ids: Sequence[str],
+        batch: SamplingBatch,
+        logits: Tensor,
+        metadata: SamplingMetadata,
+        chosen: SamplerOutput,
+        broken: Sequence[int],
+    ) -> SampledRows:
+        """Return the sampled tokens by request; `broken`: the rows whose logits are not finite."""
+        errors = {req_ids[i]: not_finite(req_ids[i]) for i in broken}
         for i in chosen.impossible_rows:
             errors.setdefault(req_ids[i], impossible_row(req_ids[i]))
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in errors]

@@ -167,11 +167,11 @@ class SamplingBatchInfo:
             self._newest = replace(self._newest, uniforms=draws, bias=self.bias)  # the rest is as it was
         return self._newest
 
-    def advance(self, token_ids: SequenceOf[int] | np.ndarray, counts: np.ndarray | int) -> None:
+    def advance(self, token_ids: SequenceOf[int] | np.ndarray | Tensor, counts: np.ndarray | int) -> None:
         """Add the newest tokens to the rows, in place.
 
-        `token_ids`: those of the first row, then those of the next one. `counts`: number of tokens per row; int64
-        `[rows]`, or one number for all rows.
+        `token_ids`: those of the first row, then those of the next one; a tensor is on the device already. `counts`:
+        number of tokens per row; int64 `[rows]`, or one number for all rows.
         """
         before = self.positions
         self.positions = before + counts
@@ -182,9 +182,10 @@ class SamplingBatchInfo:
             self._allow_stops(self.bias, before)
         if self.seen is not None and self.output_counts is not None:
             owners = np.repeat(np.arange(len(self.params)), counts)
-            counted = self.numbers["penalised"][owners]
-            tokens = np.asarray(token_ids, dtype=np.int64)[counted]
-            where = on_device(owners[counted], self.device), on_device(tokens, self.device)
+            counted = np.flatnonzero(self.numbers["penalised"][owners])
+            if not isinstance(token_ids, Tensor):
+                token_ids = on_device(np.array(token_ids, dtype=np.int64), self.device)
+            where = on_device(owners[counted], self.device), token_ids[on_device(counted, self.device)]
             self.seen[where] = True
             self.output_counts.index_put_(where, self.output_counts.new_ones(()), accumulate=True)
 

@@ -40,6 +40,7 @@ SIGNATURES = {
     "rotary": (P, P, P, N, N, N, N, INT),
     "silu_mul": (P, P, N, N, INT),
     "run_layers": (P,),
+    "run_step": (P,),
 }
 """The functions of kernels.cpp and their arguments, in its order."""
 PRECISIONS = ("float32", "bfloat16")

@@ -65,7 +65,7 @@ class NativeStep:
         self._known = list(model.layers)
         layers = [_layer(layer, *kv.layer(index)) for index, layer in enumerate(model.layers)]
         self._layers = (CLayer * len(layers))(*layers)
-        self._table = CStep(
+        self.table = CStep(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             heads=config.num_heads,
@@ -81,8 +81,9 @@ class NativeStep:
             sin=model.rotary.sin.data_ptr(),
             layers=ctypes.addressof(self._layers),
         )
-        self.address = ctypes.addressof(self._table)
-        self._room = 0  # tokens that fit into the working memory
+        self.memory: tuple[Tensor, ...] = ()
+        """Working memory, for any one step at a time."""
+        self._room = 0  # tokens that fit into it
 
     def takes(self, metadata: AttentionMetadata, kv: KVStorage) -> bool:
         """Return whether this is such a step: not too large, over this KV memory, and of the layers in the table."""
@@ -96,20 +97,20 @@ class NativeStep:
         """
         input_ids, positions = input_ids.contiguous(), positions.contiguous()
         output = self.fill(input_ids, positions, metadata)
-        self.run_layers(self.address)
+        self.run_layers(ctypes.addressof(self.table))
         return output
 
     def fill(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Write the pointers to a step's inputs to the table, and return its output, which `run_layers` writes.
 
-        The caller keeps the inputs until then.
+        The caller keeps the inputs until then, and `memory`, of which a larger step makes a new one.
         """
         num_tokens, tables = input_ids.shape[0], metadata.block_tables
         if num_tokens > self._room:
             self._make_room(max(num_tokens, 2 * self._room))
         assert input_ids.is_contiguous() and positions.is_contiguous()
         output = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self.model.dtype)
-        table = self._table
+        table = self.table
         table.num_tokens, table.num_prefill_tokens = num_tokens, metadata.num_prefill_tokens
         table.num_prefills, table.num_decodes = metadata.num_prefills, metadata.num_decodes
         table.table_stride, table.threads = tables.stride(0), torch.get_num_threads()
@@ -124,9 +125,10 @@ class NativeStep:
         config = self.model.config
         heads = 3 * config.num_heads + 3 * config.num_kv_heads  # Q, K, V; Q and K normed; the attended values
         width = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
-        self._work = torch.empty(num_tokens * width, dtype=self.model.dtype)
-        self._angles = torch.empty(num_tokens * config.head_dim)
-        self._table.work, self._table.angles = self._work.data_ptr(), self._angles.data_ptr()
+        work = torch.empty(num_tokens * width, dtype=self.model.dtype)
+        angles = torch.empty(num_tokens * config.head_dim)
+        self.table.work, self.table.angles = work.data_ptr(), angles.data_ptr()
+        self.memory = work, angles
         self._room = num_tokens
 
 

@@ -1,11 +1,13 @@
 """m6's engine core with one step in flight: compare `step` with m4's.
 
     normal       schedule N+1 -> execute N+1 -> update N+1 -> make outputs N+1
-    overlapped   schedule N+1 -> arrive N -> launch N+1 -> update N -> make outputs N
+    overlapped   schedule N+1 -> launch N+1 -> arrive N -> update N -> make outputs N
 
-To book a step is to update its requests and to make their outputs. The first call of a burst returns nothing, and each
-later one the outputs of the step before. The last call books two steps, and so does one whose step gives the
-log-probabilities of a prompt. SGLang: `Scheduler.event_loop_overlap`.
+So the device has the next step before the host knows the last tokens. Where they must be known first
+(`ForwardOutput.why_host`), arrive N comes before launch N+1. To book a step is to update its requests and to make their
+outputs. The first call of a burst returns nothing, and each later one the outputs of the step before. The last call
+books two steps, and so does one whose step gives the log-probabilities of a prompt. SGLang:
+`Scheduler.event_loop_overlap`.
 """
 
 import copy
@@ -92,12 +94,17 @@ class OverlapEngineCore(EngineCore):
         if before is None and self.scheduler.marked:
             self._book(None, None)  # what was aborted ends in a step of its own
         batch, record = self._schedule(before)  # 1 schedule N + 1
-        if before is not None:
-            self._arrive(before, batch)  # 2 arrive N
-        self.in_flight = None if batch is None else self._start(batch, before, record)  # 3 launch N + 1
+        is_first = before is not None and (batch is None or before.forward.must_arrive)
+        if before is not None and is_first:
+            self._arrive(before, batch)
+        elif before is not None:
+            self.late.expect(before.step, batch, self.launcher.newest_tokens)
+        self.in_flight = None if batch is None else self._start(batch, before, record)  # 2 launch N + 1
+        if before is not None and not is_first:
+            self._wait_for(before)  # 3 arrive N
         if before is not None or (self.in_flight is None and self.scheduler.marked):
             self._book(before, self.in_flight)  # 4 update N, 5 make outputs
-        if self.in_flight is not None and self._must_arrive(self.in_flight):  # 2, 4 and 5 of N + 1
+        if self.in_flight is not None and self._must_arrive(self.in_flight):  # 3, 4 and 5 of N + 1
             before, self.in_flight = self.in_flight, None
             self._arrive(before, None)
             self._book(before, None)
@@ -129,19 +136,24 @@ class OverlapEngineCore(EngineCore):
         if work.forward_mode is ForwardMode.PREBUILT:
             forward = self.launcher.prebuilt(work, self.executor.execute_model(work))
         else:
-            forward = self.launcher.launch(self.with_images(work))
+            forward = self.launcher.launch(self.with_images(work), None if before is None else before.forward)
         step = self.late.launched(number, batch)
         self.tracer.emit(StepLaunched.of, forward, None if before is None else before.step.number)
         record.lap("execute")
         return InFlight(step, forward, record)
 
     def _arrive(self, arriving: InFlight, scheduled: ScheduleBatch | None) -> None:
-        """Wait for a step, and sample it. `scheduled`: the next batch, which is not launched yet."""
+        """Wait for a step, and count its tokens before the next launch, of the batch `scheduled`."""
+        self._wait_for(arriving)
+        self.late.arrived(arriving.step, arriving.forward.output, scheduled)
+        arriving.record.lap("execute")
+
+    def _wait_for(self, arriving: InFlight) -> None:
+        """Wait for a step, and read its tokens, or sample them."""
         record, self.tracer.step = arriving.record, arriving.step.number
         record.lap_began = time.perf_counter()
-        self.launcher.sample(arriving.forward)
+        self.launcher.arrive(arriving.forward)
         self.tracer.emit(StepArrived.of, arriving.forward)
-        self.late.arrived(arriving.step, arriving.forward.output, scheduled)
         record.lap("execute")
 
     def _book(self, arrived: InFlight | None, ahead: InFlight | None) -> None:

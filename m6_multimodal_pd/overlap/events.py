@@ -29,7 +29,7 @@ class NormalOrder(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepLaunched(Event):
-    """The forward of a step was launched."""
+    """A step was launched."""
 
     style: ClassVar[str] = "cyan"
     begins_bar: ClassVar[bool] = True
@@ -38,32 +38,43 @@ class StepLaunched(Event):
     num_futures: int
     """Number of new tokens that were not known when the step was scheduled."""
     behind: int | None
-    """The step whose result has arrived, and is booked after this launch. None: there is no such step."""
+    """The step before, which is booked after this launch. None: there is no such step."""
+    waited_for: str | None
+    """Reason, as a clause, why that step's tokens had to arrive before this launch; None: they arrive after it."""
     is_async: bool
     """Whether the device computes while the host goes on; otherwise the forward has ended at this event."""
 
     @classmethod
     def of(cls, forward: Any, behind: int | None) -> Self:
         """Build the event for a `ForwardOutput`."""
-        num_tokens = len(forward.batch.input_ids)
-        return cls(num_tokens=num_tokens, num_futures=forward.num_futures, behind=behind, is_async=forward.is_async)
+        return cls(
+            num_tokens=len(forward.batch.input_ids),
+            num_futures=forward.num_futures,
+            behind=behind,
+            waited_for=forward.waited_for,
+            is_async=forward.is_async,
+        )
 
     def explain(self) -> str:
-        order = "" if self.behind is None else f" before step {self.behind} is booked"
-        futures = "" if not self.num_futures else f", {self.num_futures:,} of them unknown when it was scheduled"
+        order = ""
+        if self.behind is not None and self.waited_for is None:
+            order = f" before the tokens of step {self.behind} have arrived"
+        elif self.behind is not None:
+            order = f" before step {self.behind} is booked, but after its tokens have arrived: {self.waited_for}"
+        futures = "" if not self.num_futures else f" ({self.num_futures:,} of them unknown when it was scheduled)"
         state = "The device computes while the host goes on" if self.is_async else "It has ended already"
-        return f"The forward of {some(self.num_tokens, 'token')} is launched{order}{futures}. {state}."
+        return f"A step of {some(self.num_tokens, 'token')}{futures} is launched{order}. {state}."
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepArrived(Event):
-    """The host has waited for the end of a forward, and has sampled its tokens."""
+    """The host has waited for the end of a step, and has its tokens."""
 
     style: ClassVar[str] = "cyan"
     is_async: bool
     """As in `StepLaunched`."""
     device_ms: float = volatile()
-    """Duration of the forward on the device."""
+    """Duration on the device, of the forward and of the choice of tokens if the device chooses them."""
     waited_ms: float = volatile()
     """Time that the host waited for its end."""
 
@@ -76,12 +87,12 @@ class StepArrived(Event):
     def explain(self) -> str:
         hidden = max(self.device_ms - self.waited_ms, 0.0)
         return (
-            f"The tokens have arrived: the forward took {self.device_ms:.2f} ms. The host did other work for "
+            f"The tokens have arrived: the device took {self.device_ms:.2f} ms. The host did other work for "
             f"{hidden:.2f} ms of that, and then waited for {self.waited_ms:.2f} ms."
         )
 
     def brief(self) -> str:
-        return f"forward {self.device_ms:.1f} ms, waited {self.waited_ms:.1f} ms"
+        return f"device {self.device_ms:.1f} ms, waited {self.waited_ms:.1f} ms"
 
     def bar(self) -> tuple[str, float]:
         return "device", self.device_ms if self.is_async else -self.device_ms

@@ -9,12 +9,13 @@ SGLang: `process_batch_result` in `event_loop_overlap`; vLLM: `num_output_placeh
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
+from torch import Tensor
 
 from m1_single_request.errors import PartError
 from m1_single_request.request import BaseFinishReason, FinishError
@@ -167,16 +168,34 @@ class LateResults:
 
     # --- between the verbs --------------------------------------------------------------------------------------------
 
+    def expect(
+        self, step: Step, scheduled: ScheduleBatch | None, newest_tokens: Callable[[np.ndarray], Tensor]
+    ) -> None:
+        """Count the tokens of a step in the living rows before it has arrived: one for each of its requests.
+
+        `newest_tokens`: of some rows, as the device has them.
+        """
+        in_step = set(map(id, step.batch.reqs))
+        for batch, info in self._living(scheduled):
+            is_in = np.array([id(req) in in_step for req in batch.reqs])
+            tokens = () if info.is_plain else newest_tokens(batch.req_pool_indices[is_in])
+            info.advance(tokens, is_in.astype(np.int64))
+
+    def _living(self, scheduled: ScheduleBatch | None) -> list[tuple[PlainScheduleBatch, SamplingBatchInfo]]:
+        """Return the batches that go on, with the rows for the sampler."""
+        scheduler = self.scheduler
+        batches = {id(batch): batch for batch in (scheduler.running_batch, scheduler.last_batch, scheduled) if batch}
+        return [(each, each.sampling_info) for each in batches.values() if each.reqs and each.sampling_info is not None]
+
     def arrived(self, step: Step, output: ModelRunnerOutput | None, scheduled: ScheduleBatch | None) -> None:
         """Add the tokens of a step to the living rows, and its prompts to the cache, before the next step is launched:
         so no page that it reads can be freed as a duplicate."""
         if output is None:
             return
         scheduler = self.scheduler
-        living = {id(batch): batch for batch in (scheduler.running_batch, scheduler.last_batch, scheduled) if batch}
-        for batch in living.values():
-            if batch.reqs and batch.sampling_info is not None:
-                advance(batch, batch.sampling_info, output)
+        living = self._living(scheduled)
+        for batch, info in living:
+            advance(batch, info, output)
         if step.batch.num_prompts or step.batch.drafts:
             tokens = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
             for place, req, end in step.rows():
@@ -185,7 +204,8 @@ class LateResults:
                     req.kv_committed_len = end
                     scheduler.tree_cache.cache_unfinished_req(req)
                 elif rid in tokens and len(tokens[rid]) < step.num_tokens(place):
-                    self._take_back(req, step.num_tokens(place) - len(tokens[rid]), living.values(), scheduled)
+                    num_wrong = step.num_tokens(place) - len(tokens[rid])
+                    self._take_back(req, num_wrong, [batch for batch, _ in living], scheduled)
 
     def _take_back(
         self, req: Req, num_tokens: int, living: Iterable[PlainScheduleBatch], scheduled: ScheduleBatch | None

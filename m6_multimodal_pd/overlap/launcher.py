@@ -1,10 +1,11 @@
-"""Starts the forward of a step without waiting for it, and samples when it has ended.
+"""Starts a step without waiting for it, and reads its tokens when it has ended.
 
-m5's runner does both in one call: `prepare`, `forward`, `sample`. Here `launch` is the first two, and `sample` the
-third, which waits for the forward. Between the two calls the device computes: CUDA, whose kernels are only queued by
-`forward`; or a thread of the native backend, if the layers of the step are one call (`NativeStep`). Otherwise, on a CPU
-for a step with images or many tokens, the forward has ended when `launch` returns. mini-sglang: `ForwardInput`,
-`ForwardOutput`; SGLang: `TpModelWorkerClient`.
+m5's runner does both in one call: `prepare`, `forward`, `sample`. Here `launch` is all three where the device chooses
+the tokens (`Choice`), so a second step can be queued behind it; `arrive` waits for the first and reads them. Otherwise
+`launch` is the first two, and `arrive` also samples; then it must be called before the next launch, and the step says
+why (`ForwardOutput.waited_for`). The device is CUDA, whose kernels are only queued by the host; or a thread of the
+native backend, if the layers of a step are one call (`NativeStep`). On a CPU a step with images or many tokens has
+ended when `launch` returns. mini-sglang: `ForwardInput`, `ForwardOutput`; SGLang: `TpModelWorkerClient`.
 """
 
 import ctypes
@@ -18,30 +19,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m3_paged_attention.attention.native_step import NativeStep
+from m1_single_request.sampler import Sampler
+from m3_paged_attention.attention.metadata import on_device
+from m3_paged_attention.attention.native_library import PRECISIONS
+from m3_paged_attention.attention.native_step import CLinear, CStep, NativeStep
 from m3_paged_attention.executor import checked
+from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.row_sampler import plain_metadata
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch
+from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
+from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m6_multimodal_pd.forward_batch import ForwardBatch as VisionBatch
+from m6_multimodal_pd.overlap.choice import Choice
 from m6_multimodal_pd.overlap.future_map import FutureMap
-from m6_multimodal_pd.overlap.native_thread import NativeThread
+from m6_multimodal_pd.overlap.native_thread import CWholeStep, NativeThread
+
+PROMPTS = "its prompts join the prefix cache first"
+"""A page of theirs may be freed then, because the cache has the same."""
+PRECISION = {getattr(torch, name): name for name in PRECISIONS}
 
 
 @dataclass(eq=False)
 class ForwardOutput:
-    """A forward that was launched, and later its result or error."""
+    """A step that was launched, and later its result or error."""
 
     batch: ModelWorkerBatch
     num_futures: int = 0
     """Input tokens that were placeholders when the batch was scheduled."""
+    waited_for: str | None = None
+    """Reason why the step before arrived before this launch; None: it arrives after it, or there is none."""
     drafts: Drafts | None = None
     forward_batch: ForwardBatch | None = None
-    step: NativeStep | None = None
-    """What the thread runs, which reads its memory."""
+    native: tuple[Any, ...] = ()
+    """What the thread reads and writes: it must live until the step has ended."""
+    call: int | None = None
+    """Number of its call on the thread; None: it runs elsewhere."""
     hidden: Tensor | None = None
     """`[total_tokens, hidden_size]`; not to be read before the forward has ended."""
+    choice: Choice | None = None
+    """The tokens, which the device chooses; None: the host samples."""
+    why_host: str | None = None
+    """Reason why the host samples, or needs the tokens before the next launch."""
     is_async: bool = False
     """Whether it may run while the host goes on."""
     output: ModelRunnerOutput | None = None
@@ -51,16 +72,27 @@ class ForwardOutput:
     device_seconds: float = 0.0
     waited_seconds: float = 0.0
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether its result or error is there."""
+        return self.output is not None or self.error is not None
+
+    @property
+    def must_arrive(self) -> bool:
+        """Whether it must arrive before the next launch."""
+        return self.why_host is not None or self.has_arrived
+
 
 class Launcher:
-    """Runs one forward at a time. Its owner must `close` it."""
+    """Runs steps one after the other; two of them may have been launched. Its owner must `close` it."""
 
     def __init__(self, worker: Any, num_rows: int) -> None:
         """`worker`: of the executor. `num_rows`: of the pool of rows."""
         self.worker, self.runner = worker, worker.model_runner
-        self.future_map = FutureMap(num_rows)
+        self.future_map = FutureMap(num_rows, self.runner.device)
         self.is_cuda = self.runner.device.type == "cuda"
         self.thread = NativeThread() if isinstance(self.runner.model.step, NativeStep) else None
+        self.row_sampler = self.runner.rejection_sampler.one_each
 
     def obstacle(self) -> str | None:
         """Return why a forward has ended when `launch` returns, or None."""
@@ -69,24 +101,57 @@ class Launcher:
         model = self.runner.model
         return model.eager_reason or f"the {model.backend.name} backend has no thread that runs all layers"
 
-    def launch(self, batch: ModelWorkerBatch) -> ForwardOutput:
-        """Start the forward of a batch, whose placeholders have their tokens now. Its error is raised by `result`."""
-        num_futures = int((batch.input_ids < 0).sum())
-        launched = ForwardOutput(replace(batch, input_ids=self.future_map.resolve(batch.input_ids)), num_futures)
+    def launch(self, batch: ModelWorkerBatch, behind: ForwardOutput | None) -> ForwardOutput:
+        """Start a step. Its error is raised by `result`.
+
+        `behind`: the step before, which must have arrived if it `must_arrive`.
+        """
+        unread = None if behind is None or behind.has_arrived else behind.batch.req_pool_indices
+        input_ids = self.future_map.resolve(batch.input_ids, unread)
+        launched = ForwardOutput(
+            replace(batch, input_ids=input_ids),
+            num_futures=int((batch.input_ids < 0).sum()),
+            waited_for=None if behind is None else behind.why_host,
+            why_host=self._why_host(batch),
+        )
         self._run(self._start, launched)
         return launched
 
     def prebuilt(self, batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ForwardOutput:
-        """Return a forward that another engine has computed."""
-        launched = ForwardOutput(batch, output=checked(output, expected_of(batch)))
+        """Return a step that another engine has computed."""
+        launched = ForwardOutput(batch, output=checked(output, expected_of(batch)), why_host=PROMPTS)
         self._keep(launched)
         return launched
 
-    def sample(self, launched: ForwardOutput) -> None:
-        """Wait for a forward, and sample its tokens; the next launch needs them."""
-        if launched.output is None and launched.error is None:
-            self._run(self._sample, launched)
-        launched.forward_batch = launched.step = launched.hidden = None
+    def arrive(self, launched: ForwardOutput) -> None:
+        """Wait for a step, and read its tokens, or sample them."""
+        if not launched.has_arrived:
+            self._run(self._read, launched)
+        launched.forward_batch = launched.hidden = launched.choice = None
+        launched.native = ()
+
+    def newest_tokens(self, rows: np.ndarray) -> Tensor:
+        """Return the tokens of these rows on the device, as of the last launch."""
+        return self.future_map.on_device[on_device(rows, self.runner.device)]
+
+    def result(self, launched: ForwardOutput) -> ModelRunnerOutput:
+        """Return the output of a step that has arrived, or raise its error."""
+        if launched.error is not None:
+            raise launched.error
+        assert launched.output is not None, "it has not arrived"
+        return launched.output
+
+    def wait(self) -> None:
+        """Return when no step runs."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.runner.device)
+        elif self.thread is not None:
+            self.thread.wait()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        if self.thread is not None:
+            self.thread.close()
 
     def _run(self, part: Callable[[ForwardOutput], None], launched: ForwardOutput) -> None:
         """Run a part of a step; its error is that of the step."""
@@ -98,30 +163,20 @@ class Launcher:
             traceback.clear_frames(error.__traceback__)  # they hold tensors of the forward
             launched.output, launched.error = None, error
 
-    def result(self, launched: ForwardOutput) -> ModelRunnerOutput:
-        """Return the output of a sampled step, or raise its error."""
-        if launched.error is not None:
-            raise launched.error
-        assert launched.output is not None, "it is not sampled yet"
-        return launched.output
-
-    def wait(self) -> None:
-        """Return when no forward runs."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.runner.device)
-        elif self.thread is not None:
-            self.thread.wait()
-
-    def close(self) -> None:
-        """Wait, and end the thread."""
-        if self.thread is not None:
-            self.thread.close()
-
-    def _prepare(self, launched: ForwardOutput) -> ForwardBatch:
-        """Run the draft model, if there is one, and copy the step to the device."""
-        launched.batch, launched.drafts = self.runner.drafted(launched.batch)
-        launched.forward_batch = batch = self.runner.prepare(launched.batch)
-        return batch
+    def _why_host(self, batch: ModelWorkerBatch) -> str | None:
+        """Return why the tokens of a step must be on the host before the next launch, or None."""
+        runner, sampler = self.runner, self.row_sampler.sampler
+        if batch.num_prompts:
+            return PROMPTS
+        if runner.draft_runner is not None:
+            return "drafts continue its tokens"
+        if not (
+            type(runner).sample is ModelRunner.sample
+            and type(runner.rejection_sampler).__call__ is RejectionSampler.__call__
+            and type(sampler).__call__ is Sampler.__call__
+        ):
+            return "a part of the user's chooses its tokens"
+        return None
 
     def _start(self, launched: ForwardOutput) -> None:
         runner, batch = self.runner, self._prepare(launched)
@@ -129,28 +184,87 @@ class Launcher:
         is_text = not isinstance(batch, VisionBatch) or batch.visual is None
         is_one_call = isinstance(step, NativeStep) and is_text and step.takes(batch.attn_metadata, runner.kv)
         if self.thread is not None and is_one_call:
-            launched.is_async, launched.step = True, step
-            launched.hidden = step.fill(batch.input_ids, batch.positions, batch.attn_metadata)
-            self.thread.launch(ctypes.cast(step.run_layers, ctypes.c_void_p).value or 0, step.address)
+            self._start_on_thread(self.thread, step, launched)
             return
+        if self.thread is not None:
+            self.thread.wait()
+        if not self.is_cuda and launched.why_host is None:
+            launched.why_host = "it ran on the host"
+        self._compute(launched)
+
+    def _prepare(self, launched: ForwardOutput) -> ForwardBatch:
+        """Run the draft model, if there is one, and copy the step to the device."""
+        launched.batch, launched.drafts = self.runner.drafted(launched.batch)
+        launched.forward_batch = batch = self.runner.prepare(launched.batch)
+        return batch
+
+    def _compute(self, launched: ForwardOutput) -> None:
+        """Run the forward of a prepared step, and choose its tokens unless the host does. CUDA only queues that."""
+        runner, batch = self.runner, launched.forward_batch
+        assert batch is not None
         began = self._clock()
-        launched.hidden = runner.forward(batch)
+        if (launched.batch.input_ids < 0).any():
+            self.future_map.resolve_on_device(batch.input_ids)
+        launched.hidden = hidden = runner.forward(batch)
+        if launched.why_host is None:
+            info, sampler = launched.batch.sampling_info, self.row_sampler.sampler
+            launched.choice, tokens = Choice.queued(sampler, info, runner.model.compute_logits(hidden))
+            self.future_map.on_device[on_device(launched.batch.req_pool_indices, tokens.device)] = tokens
         launched.is_async, launched.times = self.is_cuda, (began, self._clock())
 
-    def _sample(self, launched: ForwardOutput) -> None:
+    def _start_on_thread(self, thread: NativeThread, step: NativeStep, launched: ForwardOutput) -> None:
+        """Launch a prepared step on the thread, with the choice of its tokens if they are the best ones."""
+        runner, batch, work = self.runner, launched.forward_batch, launched.batch
+        assert batch is not None
+        model, newest = runner.model, self.future_map.on_device
+        launched.hidden = step.fill(batch.input_ids, batch.positions, batch.attn_metadata)
+        whole = CWholeStep(
+            step=CStep.from_buffer_copy(step.table), input_ids=batch.input_ids.data_ptr(), newest=newest.data_ptr()
+        )
+        if launched.why_host is None and not (
+            work.sampling_info.is_plain
+            and type(self.row_sampler.sampler).choose is Sampler.choose
+            and type(model).compute_logits is Decoder.compute_logits
+        ):
+            launched.why_host = "on a CPU the host chooses tokens that are not simply the best ones"
+        rows = None
+        if launched.why_host is None:
+            head, count = model.head, len(work.rids)
+            rows = torch.from_numpy(work.req_pool_indices)
+            tokens = torch.empty(count, dtype=torch.int64)
+            logits = torch.empty(count, head.out_features, dtype=model.dtype)
+            whole.head = CLinear(head.packed.data_ptr(), None if head.bias is None else head.bias.data_ptr())
+            whole.vocab_size, whole.rows = head.out_features, rows.data_ptr()
+            whole.tokens, whole.logits = tokens.data_ptr(), logits.data_ptr()
+            launched.choice = Choice(logits, plain_metadata(count, tokens.device), tokens, None)
+        launched.is_async, launched.native = True, (whole, step.memory, rows)
+        launched.call = thread.launch(f"run_step_{PRECISION[model.dtype]}", ctypes.addressof(whole))
+
+    def _read(self, launched: ForwardOutput) -> None:
         began = time.perf_counter()
         if launched.times is None:
             assert self.thread is not None
-            launched.device_seconds = self.thread.wait()
+            launched.device_seconds = self.thread.wait(launched.call)
         elif self.is_cuda:
             start, end = launched.times
             end.synchronize()
             launched.device_seconds = start.elapsed_time(end) / 1e3
         else:
             launched.device_seconds = launched.times[1] - launched.times[0]
-        launched.waited_seconds = time.perf_counter() - began if launched.is_async else launched.device_seconds
+        arrived = time.perf_counter()
+        launched.waited_seconds = arrived - began if launched.is_async else launched.device_seconds
         batch = launched.batch
-        output = self.runner.sample(batch, launched.forward_batch, launched.hidden, launched.drafts)
+        if launched.choice is None:
+            output = self.runner.sample(batch, launched.forward_batch, launched.hidden, launched.drafts)
+        else:
+            rows = launched.choice.read(self.row_sampler, batch.rids, batch.sampling_info)
+            output = ModelRunnerOutput(
+                rows.req_ids,
+                rows.token_ids,
+                rows.logprobs,
+                errors=rows.errors,
+                sample_seconds=time.perf_counter() - arrived,
+            )
         launched.output = checked(output, expected_of(batch))
         self._keep(launched)
 

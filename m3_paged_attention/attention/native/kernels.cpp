@@ -9,13 +9,15 @@
 //     attention.h    over the blocks of a table: one new token per sequence, then many; the KV store
 //     pointwise.h    norms, rotary, SiLU
 //     layers.h       all layers of a step
-//     thread.h       a thread that runs them while Python does something else
+//     whole_step.h   these, and before them the newest tokens, behind them the next ones
+//     thread.h       a thread that runs steps while Python does something else
 
 #include "attention.h"
 #include "layers.h"
 #include "linear.h"
 #include "pointwise.h"
 #include "thread.h"
+#include "whole_step.h"
 
 // The functions that Python calls, each for float32 and bfloat16.
 #define EXPORTS(T, suffix)                                                                                             \
@@ -58,13 +60,16 @@
     void silu_mul_##suffix(const T* gate_up, T* y, long rows, long width, int threads) {                               \
         silu_mul(gate_up, y, rows, width, threads);                                                                    \
     }                                                                                                                  \
-    void run_layers_##suffix(const Step<T>* step) { run_layers(*step); }
+    void run_layers_##suffix(const Step<T>* step) { run_layers(*step); }                                               \
+    void run_step_##suffix(const WholeStep<T>* step) { run_step(*step); }
 
 extern "C" {
 EXPORTS(float, float32)
 EXPORTS(bfloat16, bfloat16)
 StepThread* thread_start() { return new StepThread; }
-void thread_launch(StepThread* thread, StepThread::Call call, const void* argument) { thread->launch(call, argument); }
-double thread_wait(StepThread* thread) { return thread->wait(); }
+long thread_launch(StepThread* thread, StepThread::Call call, const void* argument) {
+    return thread->launch(call, argument);
+}
+double thread_wait(StepThread* thread, long number) { return thread->wait(number); }
 void thread_stop(StepThread* thread) { delete thread; }
 }

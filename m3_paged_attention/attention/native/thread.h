@@ -1,4 +1,4 @@
-// A thread that runs one call at a time: launch it, do something else, wait for it.
+// A thread that runs one call after the other: launch two of them, do something else, wait for the first.
 //
 // Both sides look for a change some microseconds long before they sleep, because to wake a sleeper takes as long as a
 // small step.
@@ -25,53 +25,62 @@ class StepThread {
         thread_.join();
     }
 
-    void launch(Call call, const void* argument) {
-        wait();
-        call_ = call, argument_ = argument;
-        set(true);
+    // Returns the number of the call. Waits while there are two others.
+    long launch(Call call, const void* argument) {
+        const long number = launched_.load(std::memory_order_relaxed) + 1;
+        wait_for(done_, number - DEPTH);
+        tasks_[number % DEPTH] = {call, argument, 0};
+        set(launched_, number);
+        return number;
     }
 
-    // Returns the duration of the last call in seconds.
-    double wait() {
-        wait_for(false);
-        return seconds_;
+    // Waits until a call has ended. Returns its duration in seconds, if it is one of the last two.
+    double wait(long number) {
+        wait_for(done_, number);
+        return tasks_[number % DEPTH].seconds;
     }
 
   private:
+    struct Task {
+        Call call;
+        const void* argument;
+        double seconds;
+    };
+
+    static constexpr long DEPTH = 2;
     static constexpr auto AWAKE = std::chrono::microseconds(50);
 
     void run() {
-        for (;;) {
-            wait_for(true);
-            if (!call_) break;
+        for (long number = 1;; number++) {
+            wait_for(launched_, number);
+            Task& task = tasks_[number % DEPTH];
+            if (!task.call) break;
             const auto began = Clock::now();
-            call_(argument_);
-            seconds_ = std::chrono::duration<double>(Clock::now() - began).count();
-            set(false);
+            task.call(task.argument);
+            task.seconds = std::chrono::duration<double>(Clock::now() - began).count();
+            set(done_, number);
         }
     }
 
-    void set(bool is_busy) {
+    void set(std::atomic<long>& count, long number) {
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            is_busy_.store(is_busy, std::memory_order_release);
+            count.store(number, std::memory_order_release);
         }
         changed_.notify_all();
     }
 
-    void wait_for(bool is_busy) {
+    void wait_for(const std::atomic<long>& count, long number) {
         const auto asleep = Clock::now() + AWAKE;
-        while (is_busy_.load(std::memory_order_acquire) != is_busy)
+        while (count.load(std::memory_order_acquire) < number)
             if (Clock::now() > asleep) {
                 std::unique_lock<std::mutex> lock(mutex_);
-                changed_.wait(lock, [&] { return is_busy_.load(std::memory_order_acquire) == is_busy; });
+                changed_.wait(lock, [&] { return count.load(std::memory_order_acquire) >= number; });
             }
     }
 
-    Call call_ = nullptr;
-    const void* argument_ = nullptr;
-    double seconds_ = 0;
-    std::atomic<bool> is_busy_{false};
+    Task tasks_[DEPTH] = {};
+    std::atomic<long> launched_{0}, done_{0};
     std::mutex mutex_;
     std::condition_variable changed_;
     std::thread thread_;  // last, so that it starts when the others are there
