@@ -42,7 +42,7 @@ class Event:
     ends_step: ClassVar[bool] = False
     """True: it is the last event of a step, and the readers show that step."""
     begins_bar: ClassVar[bool] = False
-    """True: a later event of its step returns the length of a bar that begins with it."""
+    """True: a later event of its step returns the length of a bar, which begins now or when its lane is free."""
 
     @classmethod
     def kind_name(cls) -> str:

@@ -148,6 +148,7 @@ class ChromeTraceReader:
         self._lanes: dict[tuple[str, bool], int] = {ENGINE: 0}  # name, and whether it is a request's -> lane
         self._bars = OpenSteps[list[tuple[str, str]]](list)  # request ids with labels
         self._begun = OpenSteps[float](float)  # begin of a bar on another lane, in microseconds
+        self._free = defaultdict[str, float](float)  # end of the last bar of such a lane, which has one at a time
         self._ended = 0.0  # end of the last step
 
     def read(self, record: TraceRecord) -> None:
@@ -159,7 +160,9 @@ class ChromeTraceReader:
             self._begun[step] = now
         if (bar := event.bar()) is not None and step in self._begun:
             name, duration = bar[0], bar[1] * 1e3
-            begin = min(self._begun[step] + min(duration, 0.0), now - abs(duration))  # it has ended by now
+            begin = max(self._begun[step] + min(duration, 0.0), self._free[name])
+            begin = min(begin, now - abs(duration))  # it has ended by now
+            self._free[name] = begin + abs(duration)
             self._draw((name, False), f"step {step}", step, begin, abs(duration))
         for name, value in event.counters().items():
             self._add(ENGINE, ph="C", name=name, ts=now, args={name: value})

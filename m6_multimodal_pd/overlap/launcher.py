@@ -90,7 +90,8 @@ class Launcher:
         """`worker`: of the executor. `num_rows`: of the pool of rows."""
         self.worker, self.runner = worker, worker.model_runner
         self.future_map = FutureMap(num_rows, self.runner.device)
-        self.is_cuda = self.runner.device.type == "cuda"
+        self.is_cuda = self.queues = self.runner.device.type == "cuda"
+        """`queues`: whether the host only queues work on the device."""
         self.thread = NativeThread() if isinstance(self.runner.model.step, NativeStep) else None
         self.row_sampler = self.runner.rejection_sampler.one_each
 
@@ -188,7 +189,7 @@ class Launcher:
             return
         if self.thread is not None:
             self.thread.wait()
-        if not self.is_cuda and launched.why_host is None:
+        if not self.queues and launched.why_host is None:
             launched.why_host = "it ran on the host"
         self._compute(launched)
 
@@ -210,7 +211,7 @@ class Launcher:
             info, sampler = launched.batch.sampling_info, self.row_sampler.sampler
             launched.choice, tokens = Choice.queued(sampler, info, runner.model.compute_logits(hidden))
             self.future_map.on_device[on_device(launched.batch.req_pool_indices, tokens.device)] = tokens
-        launched.is_async, launched.times = self.is_cuda, (began, self._clock())
+        launched.is_async, launched.times = self.queues, (began, self._clock())
 
     def _start_on_thread(self, thread: NativeThread, step: NativeStep, launched: ForwardOutput) -> None:
         """Launch a prepared step on the thread, with the choice of its tokens if they are the best ones."""

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from m6_multimodal_pd.overlap import engine_core
@@ -45,23 +46,51 @@ GREEDY_TEXTS = TEXTS.filter(lambda ask: ask.setting in GREEDY)
 
 
 class LateLauncher(Launcher):
-    """A device that computes a forward when it is asked for the result, in about half of all steps."""
+    """A device that computes what is queued when somebody asks for its results, or at once, as its seed says.
+
+    It chooses the tokens of any step, as a GPU does. A part of all steps runs on the thread of the native backend.
+    """
 
     rng = Random(0)
+    on_thread = 0.3
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.queues, self.pending, self.real_thread = True, list[ForwardOutput](), self.thread
 
     def obstacle(self) -> str | None:
         return None
 
-    def _start(self, launched: ForwardOutput) -> None:
-        if self.rng.random() < 0.5:
-            super()._start(launched)
-        else:
-            self._prepare(launched)
+    def newest_tokens(self, rows: Any) -> Any:
+        self.compute_until(None)
+        return super().newest_tokens(rows)
 
-    def _sample(self, launched: ForwardOutput) -> None:
-        if launched.hidden is None:
-            launched.hidden, launched.times = self.runner.forward(launched.forward_batch), (0.0, 0.0)
-        super()._sample(launched)
+    def _start(self, launched: ForwardOutput) -> None:
+        is_on_thread = self.real_thread is not None and self.rng.random() < self.on_thread
+        if is_on_thread:
+            self.compute_until(None)
+        self.thread = self.real_thread if is_on_thread else None
+        try:
+            super()._start(launched)
+        finally:
+            self.thread = self.real_thread
+
+    def _compute(self, launched: ForwardOutput) -> None:
+        self.pending.append(launched)
+        if self.rng.random() < 0.5:
+            self.compute_until(launched)
+
+    def _read(self, launched: ForwardOutput) -> None:
+        self.compute_until(launched)
+        super()._read(launched)
+
+    @torch.inference_mode()
+    def compute_until(self, launched: ForwardOutput | None) -> None:
+        """Compute the queued steps in their order, up to this one; None: all."""
+        while self.pending and (launched is None or launched in self.pending):
+            if self.real_thread is not None:
+                self.real_thread.wait()
+            super()._compute(self.pending.pop(0))
 
 
 def check_same(ask: Ask, normal: Any, overlapped: Any, tokens: int) -> None:
