@@ -1,14 +1,14 @@
 """A decode step in the normal order with one thread and with two, and overlapped with one compute thread.
 
 The caller only calls `step()`. A step in flight is booked by the next call, so between the first call and the last each
-call is one step in all three ways. What the host does in a step is the time of the normal order with one thread, less
-the time that the C++ kernels take: schedule, inputs, logits, sampling, booking. The time of the kernels is read from
-the trace of overlapped steps. A reader costs host time, so these steps are measured apart, in the same rounds.
+call is one step in all three ways. A step of `s` seconds in which the device computes for `d` and the host waits for
+`w` leaves `s - w` for the work of the host, and `s - d` of that without the device beside it: the rest is hidden.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
@@ -22,13 +22,10 @@ from benchmarks.metrics import METRICS, compared, summary
 from benchmarks.serving import prepared
 from benchmarks.timing import in_turns
 from benchmarks.workloads import tokens
-from m1_single_request.events import StepDone
-from m1_single_request.trace_readers import Records
 from m6_multimodal_pd import SamplingParams
-from m6_multimodal_pd.overlap.events import StepArrived
+from m6_multimodal_pd.overlap.launcher import ForwardOutput
 
 NORMAL, OVERLAPPED, BOTH_CORES = "normal, 1 thread", "overlapped, 1 compute thread", "normal, 2 threads"
-TRACED = "overlapped, traced"
 PROMPT_TOKENS, PAGE_SIZE = 10, 16
 FIRST_STEPS = 3
 """Decode steps before the measured ones."""
@@ -37,14 +34,41 @@ LAST_TOKENS = 3
 
 
 class Decoded(NamedTuple):
-    """One run: medians over its steps in seconds, and the tokens of all answers."""
+    """One run: the median of its steps in seconds, and the tokens of all answers."""
 
     step: float
     answers: list[list[int]]
+    mean: float
+    """Mean of its steps in seconds."""
     device: float
-    """Of the kernels, and 0 in a run that is not traced."""
-    sample: float
-    """Of logits and sampling, and 0 in a run that is not traced."""
+    """Mean time of the device in a step; 0 in the normal order."""
+    waited: float
+    """Mean time that the host waited for it; 0 in the normal order."""
+
+    @property
+    def hidden(self) -> float:
+        """Share of the host's work that was done while the device computed."""
+        return (min(self.device, self.mean) - self.waited) / (self.mean - self.waited)
+
+
+@contextmanager
+def arrivals(engine: Any) -> Iterator[list[ForwardOutput]]:
+    """Collect the steps that arrive; none in the normal order."""
+    launcher, found = getattr(engine.engine_core, "launcher", None), list[ForwardOutput]()
+    if launcher is None:
+        yield found
+        return
+    original = launcher.arrive
+
+    def arrive(launched: ForwardOutput) -> None:
+        original(launched)
+        found.append(launched)
+
+    launcher.arrive = arrive
+    try:
+        yield found
+    finally:
+        launcher.arrive = original
 
 
 def step_seconds(engine: Any, num_steps: int, batch: int) -> list[float]:
@@ -57,7 +81,7 @@ def step_seconds(engine: Any, num_steps: int, batch: int) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def decoded(engine: Any, threads: int, prompts: Sequence[list[int]], num_steps: int, traced: bool = False) -> Decoded:
+def decoded(engine: Any, threads: int, prompts: Sequence[list[int]], num_steps: int) -> Decoded:
     """Answer the prompts, all at once, and measure `num_steps` steps in their middle."""
     torch.set_num_threads(threads)
     prepared(engine, flush=True)
@@ -66,17 +90,17 @@ def decoded(engine: Any, threads: int, prompts: Sequence[list[int]], num_steps: 
     while len(outputs) < len(rids):  # until all of them decode
         outputs |= engine.step()
     step_seconds(engine, FIRST_STEPS, len(rids))
-    records = Records()
-    if traced:
-        engine.tracer.attach(records)
-    seconds = step_seconds(engine, num_steps, len(rids))
-    if traced:
-        engine.tracer.detach(records)
+    with arrivals(engine) as arrived:
+        seconds = step_seconds(engine, num_steps, len(rids))
     while engine.has_unfinished_requests():
         outputs |= engine.step()
-    device = statistics.median([event.device_ms / 1e3 for _, event in records.of(StepArrived)] or [0.0])
-    sample = statistics.median([event.sample_ms / 1e3 for _, event in records.of(StepDone)] or [0.0])
-    return Decoded(statistics.median(seconds), [list(outputs[rid].token_ids) for rid in rids], device, sample)
+    return Decoded(
+        statistics.median(seconds),
+        [list(outputs[rid].token_ids) for rid in rids],
+        statistics.mean(seconds),
+        statistics.mean([step.device_seconds for step in arrived] or [0.0]),
+        statistics.mean([step.waited_seconds for step in arrived] or [0.0]),
+    )
 
 
 def answer_tokens(num_steps: int) -> int:
@@ -102,30 +126,25 @@ def row(engines: Engines, batch: int, num_steps: int, rounds: int) -> Row:
     rng = Random(SEED)
     prompts = [tokens(rng, PROMPT_TOKENS) for _ in range(batch)]
 
-    def way(engine: Any, threads: int, traced: bool = False) -> Callable[[], Decoded]:
-        return lambda: decoded(engine, threads, prompts, num_steps, traced)
+    def way(engine: Any, threads: int) -> Callable[[], Decoded]:
+        return lambda: decoded(engine, threads, prompts, num_steps)
 
     ways = {NORMAL: way(normal, 1), OVERLAPPED: way(overlapped, 1), BOTH_CORES: way(normal, 2)}
-    runs = in_turns(ways | {TRACED: way(overlapped, 1, traced=True)}, rounds=rounds)
-    return {"requests": batch} | compared_ways(runs)
+    return {"requests": batch} | compared_ways(in_turns(ways, rounds=rounds))
 
 
 def compared_ways(runs: dict[str, list[Decoded]]) -> Row:
     """Return medians of all ways, their ratios round by round, the share of the host's time that is hidden, and whether
     the tokens are the same."""
     seconds = {name: [run.step for run in own] for name, own in runs.items()}
-    traced = runs[TRACED]
-    device = [run.device for run in traced]
-    host = statistics.median(a - d for a, d in zip(seconds[NORMAL], device, strict=True))
-    saved = [a - b for a, b in zip(seconds[NORMAL], seconds[OVERLAPPED], strict=True)]
+    overlapped = runs[OVERLAPPED]
     metric, answers = METRICS["gap between tokens, median"], runs[NORMAL][0].answers
     return {
-        "sides": {name: statistics.median(seconds[name]) for name in (NORMAL, OVERLAPPED, BOTH_CORES)},
+        "sides": {name: statistics.median(own) for name, own in seconds.items()},
         "seconds": seconds,
-        "device": statistics.median(device),
-        "sample": statistics.median(run.sample for run in traced),
-        "host": host,
-        "hidden": summary([value / host for value in saved]),
+        "device": statistics.median(run.device for run in overlapped),
+        "host": statistics.median(run.mean - run.waited for run in overlapped),
+        "hidden": summary([run.hidden for run in overlapped]),
         "of_normal": compared(metric, seconds[OVERLAPPED], seconds[NORMAL]),
         "of_both_cores": compared(metric, seconds[OVERLAPPED], seconds[BOTH_CORES]),
         "same_tokens": all(run.answers == answers for own in runs.values() for run in own),
