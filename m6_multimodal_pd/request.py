@@ -22,3 +22,10 @@ class Req(TextReq):
         if self._key is None and self.multimodal_inputs is not None:
             self._key = PaddedKey(self.origin_input_ids, self.extra_key, self.multimodal_inputs.mm_items)
         return super().key
+
+    def take_back(self, num_tokens: int) -> None:
+        """Remove the last output tokens, which were placeholders, also from the key if somebody has read it."""
+        tokens = self.sequence.output_token_ids
+        del tokens[len(tokens) - num_tokens :]
+        if self._key is not None and len(self._key) > self.seqlen:
+            self._key = None

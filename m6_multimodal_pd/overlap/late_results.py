@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +27,7 @@ from m4_radix_cache.invariants import check_memory, pages_of
 from m4_radix_cache.request import Req
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import ScheduleBatch as PlainScheduleBatch
+from m4_radix_cache.schedule_policy import Order, SchedulePolicy, checked
 from m5_chunked_prefill_spec.events import Batch, RolledBack
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.result_processor import commit_run_simply
@@ -34,6 +35,7 @@ from m5_chunked_prefill_spec.schedule_batch import Run, ScheduleBatch
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m6_multimodal_pd.disaggregation.first_token import FirstTokenOnly
 from m6_multimodal_pd.overlap.future_map import FutureMap
+from m6_multimodal_pd.request import Req as VisionReq
 
 PLACEHOLDER = -1
 
@@ -82,6 +84,19 @@ class Step:
         place = self.batch.reqs.index(req)
         self.batch.rids[place] = EndedId(req.rid)  # also in what was launched, which has the same list
         return True
+
+
+class BehindPrompts:
+    """The policy, for which a step in flight completes its prompts in the step that is scheduled."""
+
+    def __init__(self, policy: Any, in_flight: Step) -> None:
+        self.policy, batch = policy, in_flight.batch
+        prompts = [req for place, req, _ in in_flight.rows() if place < batch.num_prompts]
+        self.prompts = [req for req in prompts if req is not batch.chunked_req]
+
+    def calc_priority(self, waiting: list[Req], prefilling: Sequence[Req]) -> Order:
+        """Return the order of this round."""
+        return checked(self.policy.calc_priority(waiting, [*self.prompts, *prefilling]), self.policy, waiting)
 
 
 class LateResults:
@@ -145,8 +160,14 @@ class LateResults:
 
     @contextmanager
     def _as_if_arrived(self, in_flight: Step | None) -> Iterator[None]:
-        """In the block, the requests of a step are as if each had got its KV and its tokens, for all of its drafts."""
-        before = []
+        """In the block, the requests of a step are as if each had got its KV and its tokens, for all of its drafts.
+
+        Only its prompts are not in the cache yet, so requests that begin alike wait for them.
+        """
+        before, scheduler = [], self.scheduler
+        policy: Any = scheduler.policy
+        if in_flight is not None and in_flight.batch.num_prompts:
+            scheduler.policy = cast(SchedulePolicy, BehindPrompts(policy, in_flight))
         rows = (
             [] if in_flight is None else [(r, end, in_flight.num_tokens(place)) for place, r, end in in_flight.rows()]
         )
@@ -157,12 +178,13 @@ class LateResults:
             sequence.output_token_ids.extend([PLACEHOLDER] * num_tokens)
             if not num_tokens:  # the next piece of its prompt goes on from here
                 assert req.req_pool_idx is not None
-                req.prefix_indices = self.scheduler.pools.req_to_token_pool.read(req.req_pool_idx, 0, end)
+                req.prefix_indices = scheduler.pools.req_to_token_pool.read(req.req_pool_idx, 0, end)
         try:
             yield
         finally:
+            scheduler.policy = policy
             for req, num_tokens, num_computed in before:
-                del req.sequence.output_token_ids[len(req.sequence.output_token_ids) - num_tokens :]
+                cast(VisionReq, req).take_back(num_tokens)
                 if req.req_pool_idx is not None:  # it was not retracted
                     req.sequence.num_computed_tokens = num_computed
 
@@ -278,6 +300,7 @@ class LateResults:
         for req in scheduler.running:
             assert req.kv_allocated_len == flying.get(req.rid, req.kv_committed_len), req.rid
             assert PLACEHOLDER not in req.output_ids, req.rid
+            assert req.key.token_ids(len(req.origin_input_ids), len(req.key)) == list(req.output_ids), req.rid
         assert in_flight is not None or not self.ended
 
     def _ends_with(self, step: Step | None, req: Req) -> bool:

@@ -53,8 +53,6 @@ class ForwardOutput:
     """Reason why the step before arrived before this launch; None: it arrives after it, or there is none."""
     drafts: Drafts | None = None
     forward_batch: ForwardBatch | None = None
-    native: tuple[Any, ...] = ()
-    """What the thread reads and writes: it must live until the step has ended."""
     call: int | None = None
     """Number of its call on the thread; None: it runs elsewhere."""
     hidden: Tensor | None = None
@@ -94,6 +92,7 @@ class Launcher:
         """`queues`: whether the host only queues work on the device."""
         self.thread = NativeThread() if isinstance(self.runner.model.step, NativeStep) else None
         self.row_sampler = self.runner.rejection_sampler.one_each
+        self._memory: list[Any] = []  # what the last two calls of the thread read and write, whoever drops them
 
     def obstacle(self) -> str | None:
         """Return why a forward has ended when `launch` returns, or None."""
@@ -129,7 +128,6 @@ class Launcher:
         if not launched.has_arrived:
             self._run(self._read, launched)
         launched.forward_batch = launched.hidden = launched.choice = None
-        launched.native = ()
 
     def newest_tokens(self, rows: np.ndarray) -> Tensor:
         """Return the tokens of these rows on the device, as of the last launch."""
@@ -238,7 +236,8 @@ class Launcher:
             whole.vocab_size, whole.rows = head.out_features, rows.data_ptr()
             whole.tokens, whole.logits = tokens.data_ptr(), logits.data_ptr()
             launched.choice = Choice(logits, plain_metadata(count, tokens.device), tokens, None)
-        launched.is_async, launched.native = True, (whole, step.memory, rows)
+        self._memory = [*self._memory[-1:], (whole, step.memory, batch, launched.hidden, launched.choice, rows)]
+        launched.is_async = True
         launched.call = thread.launch(f"run_step_{PRECISION[model.dtype]}", ctypes.addressof(whole))
 
     def _read(self, launched: ForwardOutput) -> None:

@@ -130,6 +130,19 @@ def test_what_is_aborted_with_nothing_in_flight_ends_in_a_step_of_its_own(make_e
     check_drained(engine)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prefix_that_is_computed_in_flight_is_not_computed_again(make_engine: MakeEngine, n: int) -> None:
+    cached = []
+    for overlap in (False, True):
+        engine = make_engine(**setting(8, 128, tokens=FEW * 4, page_size=4, enable_overlap=overlap))
+        for number in range(4 - n):
+            params = SamplingParams(max_tokens=4, n=n, temperature=1.0, ignore_eos=True)
+            engine.add_request([*range(100, 200), number], params)
+        list(calls(engine))
+        cached.append(engine.stats().num_cached_tokens)
+    assert cached[0] == cached[1] > 100
+
+
 # --- ends that nobody could foresee -----------------------------------------------------------------------------------
 
 
