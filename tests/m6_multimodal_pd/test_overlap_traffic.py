@@ -8,6 +8,7 @@ so.
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,15 +16,25 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import m6_multimodal_pd
+from m6_multimodal_pd import ModelConfig
+from m6_multimodal_pd.model_loader import load_model
 from m6_multimodal_pd.overlap import engine_core
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.equivalence.traffic import CLEAR_SETTINGS, WIDE_SETTINGS, Ask, SharingAsk, asks_of, serve
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, setting
+from tests.m6_multimodal_pd.recorded_graphs import (
+    RecordedGraph,
+    graphs_of_engines as graphs_of_engines,
+    recorded_graphs as recorded_graphs,
+    wanted_graphs as wanted_graphs,
+)
 from tests.m6_multimodal_pd.seeing import EOS
 from tests.m6_multimodal_pd.test_equivalence_properties import ASKS, LIMITS, SIGHT
 from tests.m6_multimodal_pd.test_speculation import make_drafting as make_drafting
 from tests.support.amounts import examples
+from tests.support.engines import EngineMaker
 
 TEXTS = asks_of(
     [1, 2, 5, 9, 16, 17, 30, 48],
@@ -139,9 +150,34 @@ NEEDS = st.fixed_dictionaries(
 def test_overlapped_steps_answer_any_traffic_as_the_normal_loop_does(
     make_engine: MakeEngine, book: None, cache: str, page_size: int, is_forced: bool
 ) -> None:
+    seen = check_any_traffic(make_engine, cache, page_size, is_forced)
+    wanted = ("held", "aborted", "retracted", "in flight") if is_forced else ("held", "aborted")
+    assert min(seen[name] for name in wanted) >= 3, seen
+
+
+@pytest.mark.hypothesis
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("is_forced", FORCED, ids=FORCED.values())
+@pytest.mark.parametrize(("cache", "page_size"), PAGES)
+def test_and_so_they_do_where_steps_are_graphs(
+    graphs_of_engines: list[RecordedGraph],
+    seeing_directory: Path,
+    book: None,
+    cache: str,
+    page_size: int,
+    is_forced: bool,
+) -> None:
+    """A step is replayed when a result is asked for, with what stood in its inputs when it was launched."""
+    loaded = load_model(ModelConfig(model=seeing_directory, device="cpu", dtype="float32"))
+    seen = check_any_traffic(EngineMaker(m6_multimodal_pd, loaded), cache, page_size, is_forced, 8)
+    assert seen["held"] >= 3 and sum(graph.num_replays for graph in graphs_of_engines) > 20
+
+
+def check_any_traffic(make: MakeEngine, cache: str, page_size: int, is_forced: bool, most: int = 60) -> "Seen":
+    """Texts and pictures; returns what has happened in the overlapped engines."""
     seen = Seen()
 
-    @settings(max_examples=examples(60))
+    @settings(max_examples=examples(most))
     @given(
         traffic=st.lists(ASKS | TEXTS | TEXTS, min_size=4, max_size=8) | st.lists(LONG, min_size=5, max_size=8),
         limits=LIMITS,
@@ -150,11 +186,10 @@ def test_overlapped_steps_answer_any_traffic_as_the_normal_loop_does(
     )
     def holds(traffic: list[Ask], limits: dict[str, Any], needs: dict[str, Any], seed: int) -> None:
         LateLauncher.rng = Random(seed)
-        compare(make_engine, traffic, seen, is_forced, cache=cache, page_size=page_size, **limits | needs)
+        compare(make, traffic, seen, is_forced, cache=cache, page_size=page_size, **limits | needs)
 
     holds()
-    wanted = ("held", "aborted", "retracted", "in flight") if is_forced else ("held", "aborted")
-    assert min(seen[name] for name in wanted) >= 3, seen
+    return seen
 
 
 @pytest.mark.hypothesis
