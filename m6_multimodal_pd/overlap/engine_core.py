@@ -94,14 +94,11 @@ class OverlapEngineCore(EngineCore):
         if before is None and self.scheduler.marked:
             self._book(None, None)  # what was aborted ends in a step of its own
         batch, record = self._schedule(before)  # 1 schedule N + 1
-        is_first = before is not None and (batch is None or before.forward.must_arrive)
-        if before is not None and is_first:
+        if before is not None and (batch is None or before.forward.must_arrive):
             self._arrive(before, batch)
-        elif before is not None:
-            self.late.expect(before.step, batch, self.launcher.newest_tokens)
         self.in_flight = None if batch is None else self._start(batch, before, record)  # 2 launch N + 1
-        if before is not None and not is_first:
-            self._wait_for(before)  # 3 arrive N
+        if before is not None:
+            self._arrive(before, None)  # 3 arrive N, unless it has arrived
         if before is not None or (self.in_flight is None and self.scheduler.marked):
             self._book(before, self.in_flight)  # 4 update N, 5 make outputs
         if self.in_flight is not None and self._must_arrive(self.in_flight):  # 3, 4 and 5 of N + 1
@@ -128,6 +125,9 @@ class OverlapEngineCore(EngineCore):
         """Launch a batch, whose sampling parameters stay as they are now."""
         number = self.tracer.step = self.iteration + (1 if before is None else 2)
         record.lap_began = time.perf_counter()
+        behind = None if before is None or before.forward.has_arrived else before.forward
+        if before is not None and behind is not None:
+            self.late.expect(before.step, batch, self.launcher.newest_tokens)
         work: Any = batch.get_model_worker_batch()
         work = replace(work, sampling_info=copy.copy(work.sampling_info))
         record.request_ids, record.num_tokens = work.rids, len(work.input_ids)
@@ -136,24 +136,22 @@ class OverlapEngineCore(EngineCore):
         if work.forward_mode is ForwardMode.PREBUILT:
             forward = self.launcher.prebuilt(work, self.executor.execute_model(work))
         else:
-            forward = self.launcher.launch(self.with_images(work), None if before is None else before.forward)
+            forward = self.launcher.launch(self.with_images(work), behind)
+        forward.waited_for = None if before is None or behind is not None else before.forward.why_host
         step = self.late.launched(number, batch)
         self.tracer.emit(StepLaunched.of, forward, None if before is None else before.step.number)
         record.lap("execute")
         return InFlight(step, forward, record)
 
     def _arrive(self, arriving: InFlight, scheduled: ScheduleBatch | None) -> None:
-        """Wait for a step, and count its tokens before the next launch, of the batch `scheduled`."""
-        self._wait_for(arriving)
-        self.late.arrived(arriving.step, arriving.forward.output, scheduled)
-        arriving.record.lap("execute")
-
-    def _wait_for(self, arriving: InFlight) -> None:
-        """Wait for a step, and read its tokens, or sample them."""
+        """Wait for a step, and read its tokens, or sample them; once. `scheduled`: the batch of the next launch."""
+        if arriving.forward.has_arrived:
+            return
         record, self.tracer.step = arriving.record, arriving.step.number
         record.lap_began = time.perf_counter()
         self.launcher.arrive(arriving.forward)
         self.tracer.emit(StepArrived.of, arriving.forward)
+        self.late.arrived(arriving.step, arriving.forward.output, scheduled)
         record.lap("execute")
 
     def _book(self, arrived: InFlight | None, ahead: InFlight | None) -> None:

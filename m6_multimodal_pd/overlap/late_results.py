@@ -59,6 +59,8 @@ class Step:
 
     number: int
     batch: ScheduleBatch
+    is_expected: bool = False
+    """Whether its tokens are counted before it has arrived (`LateResults.expect`)."""
 
     def num_tokens(self, place: int) -> int:
         """Return the largest number of tokens that a request may get: none for a piece of its prompt."""
@@ -193,10 +195,11 @@ class LateResults:
     def expect(
         self, step: Step, scheduled: ScheduleBatch | None, newest_tokens: Callable[[np.ndarray], Tensor]
     ) -> None:
-        """Count the tokens of a step in the living rows before it has arrived: one for each of its requests.
+        """Count the tokens of a decode step in the living rows before it has arrived: one for each of its requests.
 
         `newest_tokens`: of some rows, as the device has them.
         """
+        step.is_expected = True
         in_step = set(map(id, step.batch.reqs))
         for batch, info in self._living(scheduled):
             is_in = np.array([id(req) in in_step for req in batch.reqs])
@@ -212,7 +215,7 @@ class LateResults:
     def arrived(self, step: Step, output: ModelRunnerOutput | None, scheduled: ScheduleBatch | None) -> None:
         """Add the tokens of a step to the living rows, and its prompts to the cache, before the next step is launched:
         so no page that it reads can be freed as a duplicate."""
-        if output is None:
+        if output is None or step.is_expected:
             return
         scheduler = self.scheduler
         living = self._living(scheduled)

@@ -65,20 +65,17 @@ class ForwardOutput:
     """Whether it may run while the host goes on."""
     output: ModelRunnerOutput | None = None
     error: Exception | None = None
+    has_arrived: bool = False
+    """Whether the host has its result."""
     times: tuple[Any, Any] | None = None
     """When it began and ended, by `Launcher._clock`; None on the thread, which measures itself."""
     device_seconds: float = 0.0
     waited_seconds: float = 0.0
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether its result or error is there."""
-        return self.output is not None or self.error is not None
-
-    @property
     def must_arrive(self) -> bool:
         """Whether it must arrive before the next launch."""
-        return self.why_host is not None or self.has_arrived
+        return self.why_host is not None or self.error is not None
 
 
 class Launcher:
@@ -104,14 +101,13 @@ class Launcher:
     def launch(self, batch: ModelWorkerBatch, behind: ForwardOutput | None) -> ForwardOutput:
         """Start a step. Its error is raised by `result`.
 
-        `behind`: the step before, which must have arrived if it `must_arrive`.
+        `behind`: the step before, if it has not arrived. It is none that `must_arrive`.
         """
-        unread = None if behind is None or behind.has_arrived else behind.batch.req_pool_indices
+        unread = None if behind is None else behind.batch.req_pool_indices
         input_ids = self.future_map.resolve(batch.input_ids, unread)
         launched = ForwardOutput(
             replace(batch, input_ids=input_ids),
             num_futures=int((batch.input_ids < 0).sum()),
-            waited_for=None if behind is None else behind.why_host,
             why_host=self._why_host(batch),
         )
         self._run(self._start, launched)
@@ -125,8 +121,9 @@ class Launcher:
 
     def arrive(self, launched: ForwardOutput) -> None:
         """Wait for a step, and read its tokens, or sample them."""
-        if not launched.has_arrived:
+        if launched.output is None and launched.error is None:
             self._run(self._read, launched)
+        launched.has_arrived = True
         launched.forward_batch = launched.hidden = launched.choice = None
 
     def newest_tokens(self, rows: np.ndarray) -> Tensor:
