@@ -6,6 +6,7 @@ lack. The one engine is held to transformers (`test_equivalence_properties.py`) 
 
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ import pytest
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m6_multimodal_pd import ConfigError, RequestOutput, SamplingParams
 from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, Preallocated, Prefill
+from m6_multimodal_pd.overlap import engine_core
 from tests.equivalence.forced_retraction import ForcedRetractionAfterTransfer
 from tests.m6_multimodal_pd.engines import Guessing, greedy
 from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting, tokens_told
 from tests.m6_multimodal_pd.seeing import asking, messages
+from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
 
 CACHES = ("radix", "hash", "chunk")
 SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -132,6 +135,51 @@ def test_the_draft_models_kv_comes_along(seeing_directory: Path, loaded_reader: 
             assert own.num_accepted_tokens == other.num_accepted_tokens > 3
         assert not found["s"].metrics.num_draft_tokens and not found["u"].metrics.num_draft_tokens
         assert not any(engine.core.stats().num_draft_tokens for engine in group.of_role("prefill"))
+
+
+# --- overlapped steps -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines whose steps overlap, and whose device is late by a seed."""
+    monkeypatch.setattr(engine_core, "Launcher", LateLauncher)
+    monkeypatch.setattr(LateLauncher, "rng", Random(0))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("page_size", "budget", "cache", "shape"), GRID[::3], ids=str)
+def test_engines_whose_steps_overlap_answer_alike(
+    seeing_directory: Path,
+    wanted: Answers,
+    stops: Questions,
+    late_device: None,
+    page_size: int,
+    budget: int,
+    cache: str,
+    shape: Any,
+) -> None:
+    limits = setting(8, budget, page_size=page_size, cache=cache, enable_overlap=True)
+    with Group(seeing_directory, *shape, **limits) as group:
+        assert not any(engine.core.obstacle for engine in group.engines.values())
+        group.check_all(wanted, crowd(stops))
+        tokens_told(group)
+
+
+@pytest.mark.parametrize("num_steps", range(2, 14))
+def test_whoever_leaves_while_a_step_is_in_flight_disturbs_nobody(
+    seeing_directory: Path, wanted: Answers, late_device: None, num_steps: int
+) -> None:
+    """Also between the launch and the end of the step that begins a request on the decode side."""
+    asked = {rid: (*QUESTIONS[rid], {}) for rid in ("text", "image", "token", "words")}
+    with Group(seeing_directory, **setting(8, 32, enable_overlap=True)) as group:
+        group.add(asked)
+        late = {"late": (asking(2, 4), greedy(6), {})}
+        group.add(late, num_steps)
+        assert group.engine.abort_request("late") or group.last["late"].finished
+        group.run()
+        check_alike({rid: group.last[rid] for rid in asked}, {rid: wanted[rid] for rid in asked})
+        group.check_flushed()
 
 
 # --- little memory ----------------------------------------------------------------------------------------------------
