@@ -6,7 +6,7 @@ IDEAS = {
     "m3_paged_attention": "KV in blocks; own model and kernels",
     "m4_radix_cache": "start from cached prefixes",
     "m5_chunked_prefill_spec": "many tokens in one step",
-    "m6_multimodal_pd": "images; prefill and decode apart",
+    "m6_multimodal_pd": "images; two engines; overlapped steps",
 }
 
 READING = {
@@ -90,6 +90,16 @@ READING = {
         ("disaggregation/prebuilt.py", "a step without a forward"),
         ("disaggregation/engine.py", "all of it in one engine, and the loop around it"),
         ("disaggregation/engine_side.py", "the common part of both sides: rooms, failures, messages"),
+    ),
+    "m6_multimodal_pd-overlap": (
+        ("graph_runner.py", "captured steps: buckets, padding, inputs that never move"),
+        ("overlap/engine_core.py", "the loop with one step in flight; lay m4's file beside it"),
+        ("overlap/late_results.py", "the two verbs of a scheduler, for results that come late"),
+        ("overlap/launcher.py", "a step that nobody waits for, and its result"),
+        ("overlap/future_map.py", "placeholders for tokens that are not known"),
+        ("overlap/native_thread.py", "the device of a CPU"),
+        ("overlap/events.py", "launched, arrived, and why steps do not overlap"),
+        ("config.py", "when steps are captured, and when they overlap"),
     ),
 }
 """By lesson or part of a lesson: path in the package, and what the file shows."""

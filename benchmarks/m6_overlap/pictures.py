@@ -1,12 +1,10 @@
 """The two lanes of some decode steps, host and device, drawn from times of the trace: in normal order and overlapped.
 
-The bars are those of the Chrome trace: the phases of `StepDone`, and the device. Where the host waits, `StepArrived`
-has the time. In normal order the trace has neither device nor waiting, so the calls of the model are timed here.
+The phases of the host are those of `StepDone`; the times of the device, and of the host's waiting, those of
+`StepArrived`. In normal order the trace has neither, so the calls of the model are timed here.
 """
 
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +21,7 @@ from benchmarks.m6_overlap.trace import CONFIGS
 from benchmarks.plots import SMALL, bare, legend, panels
 from benchmarks.workloads import tokens
 from m1_single_request.events import StepDone
-from m1_single_request.trace_readers import ChromeTraceReader
+from m1_single_request.trace_readers import Records
 from m6_multimodal_pd import CacheConfig, LLMEngine, SamplingParams, SchedulerConfig
 from m6_multimodal_pd.overlap.events import StepArrived, StepLaunched
 
@@ -53,7 +51,7 @@ def recorded(enable_overlap: bool) -> list[Bar]:
     )
     configs = CONFIGS | {"scheduler_config": limits, "cache_config": CacheConfig(max_total_tokens=256 * REQUESTS)}
     params, rng, calls = SamplingParams(max_tokens=STEPS + 10, ignore_eos=True), Random(SEED), list[Bar]()
-    with tempfile.TemporaryDirectory() as folder, LLMEngine(**configs) as engine:
+    with LLMEngine(**configs) as engine:
         for _ in range(REQUESTS):
             engine.add_request(tokens(rng, PROMPT_TOKENS), params)
         for _ in range(4):  # the prompts, and the first calls of everything
@@ -61,12 +59,10 @@ def recorded(enable_overlap: bool) -> list[Bar]:
         if not enable_overlap:
             time_calls(engine, calls)
         only(engine.tracer, StepDone, StepLaunched, StepArrived)
-        reader = ChromeTraceReader(path := Path(folder) / "trace.json")
-        engine.tracer.attach(reader)
+        engine.tracer.attach(records := Records())
         for _ in range(STEPS):
             engine.step()
-        engine.tracer.detach(reader)
-        return bars_of(json.loads(path.read_text(encoding="utf-8"))["traceEvents"]) + calls
+        return bars_of(records) + calls
 
 
 def time_calls(engine: Any, found: list[Bar]) -> None:
@@ -99,17 +95,22 @@ def only(tracer: Any, *kinds: type) -> None:
     tracer.emit = emit_some
 
 
-def bars_of(events: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Return the bars of a Chrome trace: the phases of the engine, the device, and where the host waited for it."""
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    kinds, found = {"engine": "host", "device": "device"}, list[Bar]()
-    for event in events:
-        if event["ph"] == "X" and (lane := kinds.get(lanes[event["tid"]])) is not None:
-            begin, seconds = event["ts"] / 1e6, event["dur"] / 1e6
-            found.append(Bar(lane, event["name"], event["args"]["step"], begin, begin + seconds))
-    for event in (event for event in events if event["name"] == "step_arrived"):  # the host has begun to wait before
-        begin = max(bar.begin for bar in found if bar.name == "execute" and 1e6 * bar.begin < event["ts"])
-        found.append(Bar("waits", "", 0, begin, begin + event["args"]["waited_ms"] / 1e3))
+def bars_of(records: Records) -> list[Bar]:
+    """Return the phases of the host, its waiting, and the steps of the device, which runs one after the other."""
+    phases = {step: event.phases() for step, event in records.of(StepDone)}
+    found = [Bar("host", phase.name, step, phase.began, phase.ended) for step, own in phases.items() for phase in own]
+    launched, ended = dict[int, float](), 0.0
+    for record in records:
+        step, event = record.step, record.event
+        if isinstance(event, StepLaunched):
+            launched[step] = record.time
+        elif isinstance(event, StepArrived) and step in launched and step in phases:
+            waits = max(began for name, began, _ in phases[step] if name == "execute" and began < record.time)
+            until, seconds = waits + event.waited_ms / 1e3, event.device_ms / 1e3
+            found.append(Bar("waits", "", step, waits, until))
+            has_waited = event.waited_ms > 0.02  # then the end of the step is known, otherwise when it could begin
+            begin = until - seconds if has_waited else max(launched[step], ended)
+            found.append(Bar("device", "", step, max(begin, ended), ended := max(begin, ended) + seconds))
     return found
 
 
@@ -132,7 +133,7 @@ def draw_lanes(axis: Axes, bars: Sequence[Bar], first: int, origin: float, end: 
             continue
         color = WAITS if bar.lane == "waits" else DEVICE if bar.lane == "device" else HOST[bar.name]
         place = 0 if bar.lane == "device" else 1
-        axis.broken_barh([(begin, stop - begin)], (place + 0.1, 0.8), color=color, lw=0)
+        axis.broken_barh([(begin, stop - begin)], (place + 0.1, 0.8), facecolor=color, edgecolor="white", lw=0.6)
         if (bar.lane == "device" or bar.name == "update") and stop - begin > room:
             text = f"N{bar.step - first:+d}" if bar.step != first else "N"
             axis.text((begin + stop) / 2, place + 0.5, text, ha="center", va="center", **SMALL)

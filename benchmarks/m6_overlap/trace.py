@@ -31,7 +31,7 @@ QUESTIONS = {
     "ann": ("What is a KV cache?", SamplingParams(max_tokens=8, stop_token_ids=[KEEPS])),
     "bob": ("What is prefill?", SamplingParams(max_tokens=6, ignore_eos=True)),
 }
-WRITTEN = ("batch", "step_launched", "step_arrived", "released", "result", "finish")
+WRITTEN = ("batch", "step_launched", "step_arrived", "duplicates_freed", "released", "result", "finish")
 """Kinds of events."""
 TIME = re.compile(r"[\d.]+ ms")
 

@@ -1,16 +1,13 @@
 """`python -m benchmarks m6_overlap`: a quick run, its sums, and what it does not measure."""
 
 import json
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import RESULTS
 from benchmarks.__main__ import main
-from benchmarks.m6_overlap import is_fine, pictures
+from benchmarks.m6_overlap import is_fine
 from benchmarks.m6_overlap.measures import BOTH_CORES, NORMAL, OVERLAPPED, Decoded, compared_ways, step_seconds
-from benchmarks.m6_overlap.trace import traced_steps
 from m3_paged_attention.attention import native_library
 from m6_multimodal_pd.overlap import engine_core
 
@@ -66,23 +63,3 @@ def test_an_engine_whose_steps_do_not_overlap_is_not_measured(tmp_path, monkeypa
     monkeypatch.setattr(engine_core, "obstacle", lambda *_: "of a reason")
     assert main(["m6_overlap", "--quick", "--only", "embedded", "--output", str(tmp_path)]) == 2
     assert "BenchmarkError: steps do not overlap here: of a reason" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(native_library.obstacle() is not None, reason=str(native_library.obstacle()))
-def test_the_trace_on_the_page_is_what_the_engine_says_today():
-    assert (RESULTS / "m6_overlap_trace.txt").read_text("utf-8") == traced_steps()
-
-
-@pytest.mark.skipif(native_library.obstacle() is not None, reason=str(native_library.obstacle()))
-@pytest.mark.parametrize("enable_overlap", [False, True])
-def test_the_lanes_have_one_bar_at_a_time_and_the_host_waits_while_the_device_computes(enable_overlap, monkeypatch):
-    monkeypatch.setattr(pictures, "REQUESTS", 2)
-    monkeypatch.setattr(pictures, "STEPS", 8)
-    bars = pictures.recorded(enable_overlap)
-    lanes = {lane: sorted(bar[3:] for bar in bars if bar.lane == lane) for lane in ("host", "device", "waits")}
-    for own in lanes.values():
-        assert len(own) >= 7 and all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(own))
-    if not enable_overlap:
-        assert lanes["waits"] == lanes["device"]
-    first, begin, end = pictures.typical(bars)
-    assert begin < end and {bar.step for bar in bars if begin <= bar.begin < end} >= {first, first + 1, first + 2}
