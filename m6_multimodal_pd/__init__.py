@@ -1,5 +1,5 @@
-"""m6: the full engine: images and video in every request, decode steps as CUDA graphs on a GPU, and optionally prefill
-and decode in separate engines.
+"""m6: the full engine: images and video in every request, prefill and decode in separate engines, if you want that, and
+steps that overlap with the work of the host, on a GPU as CUDA graphs.
 
 Since m5: a prompt may contain images. They are cut into patches, a vision tower computes embeddings from these, and the
 embeddings take the place of placeholder tokens, at positions on three axes (M-RoPE), with more features added in the
@@ -13,10 +13,11 @@ with the same image. Everything of m1 to m5 works on prompts with and without im
                                               {"type": "text", "text": "Describe the picture."}]}])
 
 Read the way of an image, which `multimodal/__init__.py` lists file by file; then `request.py`, `model_worker_batch.py`,
-`forward_batch.py`, `model_runner.py` and `models/qwen3_vl.py`. `wiring.py` shows what m6 replaces. On CUDA the steps of
-few tokens are captured once and replayed: `graph_runner.py`. With a `DisaggregationConfig` some engines compute prompts
-and others decode, each in a process of its own: read `disaggregation/`: `poll.py`, `prefill_side.py`, `decode_side.py`,
-`router.py`, `staging.py`.
+`forward_batch.py`, `model_runner.py` and `models/qwen3_vl.py`. `wiring.py` shows what m6 replaces. With a
+`DisaggregationConfig` some engines compute prompts and others decode, each in a process of its own: read
+`disaggregation/`: `poll.py`, `prefill_side.py`, `decode_side.py`, `router.py`, `staging.py`. On CUDA the steps of few
+tokens are captured once and replayed: `graph_runner.py`. With `SchedulerConfig(enable_overlap=True)`, the default on
+CUDA, a step is launched before the one before it is booked: read `overlap/`.
 """
 
 from m1_single_request import face

@@ -2,8 +2,9 @@
 
 Without --prompt and --chat: three pictures and a clip in one batch with texts, each beside its answer; the positions of
 their tokens; a picture that comes again; then the same batch through a process that computes prompts and one that
-answers, and the longest gap of a stream while long prompts arrive, with one engine and with two. With a --model of your
-own the last parts need --pd, because each engine loads the model.
+answers, and the longest gap of a stream while long prompts arrive, with one engine and with two; and steps that are
+launched before the one before is booked. With a --model of your own the parts with two engines need --pd, because each
+engine loads the model.
 """
 
 import argparse
@@ -61,6 +62,7 @@ class UserConfig:
 LIMITS = "allowed_url_schemes min_pixels max_pixels encoder_budget embedding_cache_bytes"
 FLAGS: m1.Flags = {
     **m5.FLAGS,
+    "batching": (SchedulerConfig, f"{m5.FLAGS['batching'][1]} enable_overlap"),
     "launches": (ModelConfig, "cuda_graphs"),
     "tour": (DemoConfig, m5.FLAGS["tour"][1]),
     "pictures": (UserConfig, "image video video_fps"),

@@ -1,4 +1,5 @@
-"""Tour of the demo: pictures, their positions, a picture that comes again; then batch and streams through two engines.
+"""Tour of the demo: pictures, their positions, a picture that comes again; batch and streams through two engines; and
+overlapped steps.
 
 Part of `python -m m6_multimodal_pd.demo`; no part of the engine depends on it. The remark that opens a part is the
 text of its function's docstring. The model that ships has learned such questions.
@@ -27,8 +28,9 @@ from m2_continuous_batching.demo_tour import open_part
 from m3_paged_attention.demo_tour import several
 from m4_radix_cache.demo_tour import NOUNS, Stage, codes, prompt_of
 from m5_chunked_prefill_spec.demo_tour import TEXT, run_streams, timelines
-from m6_multimodal_pd import DisaggregationConfig, LLMEngine, RequestOutput, SamplingParams
+from m6_multimodal_pd import DisaggregationConfig, LLMEngine, RequestOutput, SamplingParams, SpeculativeConfig
 from m6_multimodal_pd.demo_terminal import shown
+from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
 from m6_multimodal_pd.views.positions import KEY, PositionsView
 from m6_multimodal_pd.views.two_engines import replay
 
@@ -106,6 +108,7 @@ class Tour(Stage):
             if group is not None:
                 two = self.show_two_engines(group, batch, alone)
                 self.show_gaps({TWO: two, ONE: engine})
+            self.show_overlap({rid: ask for rid, ask in batch.items() if not ask.file})
 
     def steps(self, engine: LLMEngine, batch: Mapping[str, Ask]) -> Iterator[Outputs]:
         """Add all requests, and yield their outputs after each step. The first one has `params.n` answers."""
@@ -224,6 +227,27 @@ class Tour(Stage):
             table.add_row(name, *(f"{seconds * 1e3:,.1f} ms" for seconds in times))
         self.console.print(table, f"recorded on: {RECORDED_ON}\n")
         bullets(self.console, conclusions(here))
+
+    def show_overlap(self, batch: Mapping[str, Ask]) -> None:
+        """Run these requests in overlapped steps; print the last launches and arrivals, and the time that was hidden.
+
+        One engine again. Up to here the device waits while Python decides about a step and books it. Now a step is
+        launched before the tokens of the step before have arrived, so that the device computes meanwhile.
+        """
+        open_part(self.console, "6. The device never waits", self.show_overlap)
+        start, limits = len(self.records), replace(self.configs["scheduler_config"], enable_overlap=True)
+        engine = self.engine(scheduler_config=limits, speculative_config=SpeculativeConfig())
+        *_, _ = self.steps(engine, batch)
+        kinds = NormalOrder, StepLaunched, StepArrived
+        records = [record for record in self.records[start:] if isinstance(record.event, kinds)]
+        bullets(self.console, [f"step {record.step}: {record.event.explain()}" for record in records[-6:]])
+        arrived = [record.event for record in records if isinstance(record.event, StepArrived)]
+        device, waited = (sum(getattr(event, name) for event in arrived) for name in ("device_ms", "waited_ms"))
+        if arrived:
+            self.console.print(
+                f"\n{some(len(arrived), 'step')}: the device computed for {device:.1f} ms. During "
+                f"{max(device - waited, 0.0):.1f} ms of that the host worked, and for the rest it waited."
+            )
 
 
 def refusal(engine: LLMEngine) -> str | None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.style import Style
 
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
+from m3_paged_attention.attention import native_library
 from m6_multimodal_pd import MultimodalConfig, SamplingParams, SpeculativeConfig, TraceConfig, demo, demo_tour
 from m6_multimodal_pd.demo_terminal import HALF, contact_sheet, half_blocks, shown
 from m6_multimodal_pd.demo_tour import PICTURES, READ, SEEN, Tour, options_for
@@ -86,7 +87,7 @@ def tour(seeing_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pr
     return file.getvalue(), events_of(trace)
 
 
-def test_the_tour_has_five_parts_on_a_pipe(tour: Printed) -> None:
+def test_the_tour_has_six_parts_on_a_pipe(tour: Printed) -> None:
     out, events = tour
     assert "\x1b" not in out and HALF not in out and max(map(len, out.splitlines())) <= 80
     said = words(out)
@@ -102,6 +103,7 @@ def test_the_tour_has_five_parts_on_a_pipe(tour: Printed) -> None:
         "5. The longest gap of a stream, with one engine and with two",
         "two engines, recorded",
         "The total:",
+        "6. The device never waits",
     )
     places = [said.index(part) for part in parts]
     assert places == sorted(places)
@@ -128,6 +130,18 @@ def test_its_numbers_are_those_of_the_trace(tour: Printed) -> None:
         total = admit["prefix"] + admit["extend"]
         assert re.search(rf"^{title} +{total} tokens +{admit['prefix']} +{work} +[\d.]+ ms", out, re.M), title
         assert work == {7: "not read", 8: "found"}.get(place, f"{made} made")
+
+
+def test_the_time_that_overlapped_steps_hide_is_that_of_their_arrivals(tour: Printed) -> None:
+    out, events = words(tour[0]), tour[1]
+    arrived = [event for event in events if event["event"] == "step_arrived"]
+    if native_library.obstacle() is not None:
+        assert "- step 0: Steps do not overlap: " in out and not arrived
+        return
+    device, waited = (sum(event[name] for event in arrived) for name in ("device_ms", "waited_ms"))
+    assert f"{len(arrived)} steps: the device computed for {device:.1f} ms. During {device - waited:.1f} ms of " in out
+    last = max(event["step"] for event in arrived)
+    assert all(f"- step {step}: The tokens have arrived: " in out for step in (last - 1, last))
 
 
 @pytest.mark.exhaustive
@@ -244,6 +258,14 @@ def test_the_flags_of_pictures_reach_the_engine() -> None:
         max_pixels=5,
         allowed_url_schemes=["file"],  # type: ignore[arg-type]
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [("", None), ("--enable-overlap", True), ("--no-enable-overlap", False)]
+)
+def test_steps_overlap_as_the_flags_request(flags: str, expected: bool | None) -> None:
+    config = demo.configs_of(demo.make_parser().parse_args(flags.split()))["scheduler_config"]
+    assert config.enable_overlap is expected
 
 
 @pytest.mark.parametrize(
