@@ -242,11 +242,11 @@ class Tour(Stage):
         records = [record for record in self.records[start:] if isinstance(record.event, kinds)]
         bullets(self.console, [f"step {record.step}: {record.event.explain()}" for record in records[-6:]])
         arrived = [record.event for record in records if isinstance(record.event, StepArrived)]
-        device, waited = (sum(getattr(event, name) for event in arrived) for name in ("device_ms", "waited_ms"))
+        device, hidden = sum(e.device_ms for e in arrived), sum(max(e.device_ms - e.waited_ms, 0.0) for e in arrived)
         if arrived:
             self.console.print(
-                f"\n{some(len(arrived), 'step')}: the device computed for {device:.1f} ms. During "
-                f"{max(device - waited, 0.0):.1f} ms of that the host worked, and for the rest it waited."
+                f"\n{some(len(arrived), 'step')}: the device computed for {device:.1f} ms, and the host did other work "
+                f"during {hidden:.1f} ms of that."
             )
 
 
