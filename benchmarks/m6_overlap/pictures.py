@@ -126,7 +126,7 @@ def typical(bars: Sequence[Bar]) -> tuple[int, float, float]:
 
 def draw_lanes(axis: Axes, bars: Sequence[Bar], first: int, origin: float, end: float) -> None:
     """Draw the lanes of host and device from `origin` to `end`, in milliseconds, with the number of each bar's step."""
-    room = 0.028 * 1e3 * (end - origin)
+    room = 0.022 * 1e3 * (end - origin)
     for bar in sorted(bars, key=lambda bar: bar.lane == "waits"):  # over the phases
         begin, stop = 1e3 * (max(bar.begin, origin) - origin), 1e3 * (min(bar.end, end) - origin)
         if stop <= begin:
@@ -136,7 +136,7 @@ def draw_lanes(axis: Axes, bars: Sequence[Bar], first: int, origin: float, end: 
         axis.broken_barh([(begin, stop - begin)], (place + 0.1, 0.8), facecolor=color, edgecolor="white", lw=0.6)
         if (bar.lane == "device" or bar.name == "update") and stop - begin > room:
             text = f"N{bar.step - first:+d}" if bar.step != first else "N"
-            axis.text((begin + stop) / 2, place + 0.5, text, ha="center", va="center", **SMALL)
+            axis.text((begin + stop) / 2, place + 0.5, text, ha="center", va="center", fontsize=7)
     axis.set(ylim=(0, 2))
     axis.set_yticks([0.5, 1.5], ["device", "host"], **SMALL)
     axis.tick_params(axis="y", length=0)
