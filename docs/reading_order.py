@@ -96,6 +96,7 @@ READING = {
         ("overlap/engine_core.py", "the loop with one step in flight; lay m4's file beside it"),
         ("overlap/late_results.py", "the two verbs of a scheduler, for results that come late"),
         ("overlap/launcher.py", "a step that nobody waits for, and its result"),
+        ("overlap/choice.py", "tokens that the device chooses"),
         ("overlap/future_map.py", "placeholders for tokens that are not known"),
         ("overlap/native_thread.py", "the device of a CPU"),
         ("overlap/events.py", "launched, arrived, and why steps do not overlap"),

@@ -81,9 +81,12 @@ class NativeStep:
             sin=model.rotary.sin.data_ptr(),
             layers=ctypes.addressof(self._layers),
         )
-        self.memory: tuple[Tensor, ...] = ()
-        """Working memory, for any one step at a time."""
-        self._room = 0  # tokens that fit into it
+        # working memory, which `run_layers` of layers.h divides; a part that no step has used takes no memory
+        heads = 3 * config.num_heads + 3 * config.num_kv_heads  # Q, K, V; Q and K normed; the attended values
+        width = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
+        self._work = torch.empty(MOST_TOKENS * width, dtype=model.dtype)
+        self._angles = torch.empty(MOST_TOKENS * config.head_dim)
+        self.table.work, self.table.angles = self._work.data_ptr(), self._angles.data_ptr()
 
     def takes(self, metadata: AttentionMetadata, kv: KVStorage) -> bool:
         """Return whether this is such a step: not too large, over this KV memory, and of the layers in the table."""
@@ -103,11 +106,10 @@ class NativeStep:
     def fill(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Write the pointers to a step's inputs to the table, and return its output, which `run_layers` writes.
 
-        The caller keeps the inputs until then, and `memory`, of which a larger step makes a new one.
+        The caller keeps the inputs until then.
         """
         num_tokens, tables = input_ids.shape[0], metadata.block_tables
-        if num_tokens > self._room:
-            self._make_room(max(num_tokens, 2 * self._room))
+        assert num_tokens <= MOST_TOKENS
         assert input_ids.is_contiguous() and positions.is_contiguous()
         output = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self.model.dtype)
         table = self.table
@@ -119,17 +121,6 @@ class NativeStep:
         table.lengths, table.tables = metadata.seq_lens.data_ptr(), tables.data_ptr()
         table.output = output.data_ptr()
         return output
-
-    def _make_room(self, num_tokens: int) -> None:
-        """Allocate working memory for steps of up to `num_tokens` tokens; `run_layers` of layers.h divides it."""
-        config = self.model.config
-        heads = 3 * config.num_heads + 3 * config.num_kv_heads  # Q, K, V; Q and K normed; the attended values
-        width = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
-        work = torch.empty(num_tokens * width, dtype=self.model.dtype)
-        angles = torch.empty(num_tokens * config.head_dim)
-        self.table.work, self.table.angles = work.data_ptr(), angles.data_ptr()
-        self.memory = work, angles
-        self._room = num_tokens
 
 
 def _layer(layer: Any, keys: Tensor, values: Tensor) -> CLayer:

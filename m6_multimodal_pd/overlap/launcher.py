@@ -143,11 +143,13 @@ class Launcher:
             torch.cuda.synchronize(self.runner.device)
         elif self.thread is not None:
             self.thread.wait()
+            self._memory = []
 
     def close(self) -> None:
         """Wait, and end the thread."""
         if self.thread is not None:
             self.thread.close()
+            self._memory = []
 
     def _run(self, part: Callable[[ForwardOutput], None], launched: ForwardOutput) -> None:
         """Run a part of a step; its error is that of the step."""
@@ -233,7 +235,7 @@ class Launcher:
             whole.vocab_size, whole.rows = head.out_features, rows.data_ptr()
             whole.tokens, whole.logits = tokens.data_ptr(), logits.data_ptr()
             launched.choice = Choice(logits, plain_metadata(count, tokens.device), tokens, None)
-        self._memory = [*self._memory[-1:], (whole, step.memory, batch, launched.hidden, launched.choice, rows)]
+        self._memory = [*self._memory[-1:], (whole, step, batch, launched.hidden, launched.choice, rows)]
         launched.is_async = True
         launched.call = thread.launch(f"run_step_{PRECISION[model.dtype]}", ctypes.addressof(whole))
 
