@@ -31,10 +31,11 @@ from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m6_multimodal_pd.disaggregation.staging import StagedSource
+from m6_multimodal_pd.graph_runner import StepInputs, sizes_up_to
 from m6_multimodal_pd.models.rotary import axes_of_pairs
 from m6_multimodal_pd.multimodal.inputs import content_hash
 from m6_multimodal_pd.multimodal.mrope import get_rope_index
-from notebooks import checks, checks_m2, checks_m3, checks_m4, checks_m5, checks_m6, checks_m6_pd
+from notebooks import checks, checks_m2, checks_m3, checks_m4, checks_m5, checks_m6, checks_m6_overlap, checks_m6_pd
 from tests.notebooks.lessons import Lesson
 
 
@@ -79,6 +80,7 @@ M2_CODE = {"m2.slot_manager": SlotManager, "m2.starved_decode": SchedulerOfM2}
 M4_CODE = {"m4.freed_while_mapped": RadixCache, "m4.whole_hit": Req}
 M5_CODE = {"m5.sampled_piece": ScheduleBatch, "m5.overshoot": ScheduleBatch, "m5.starved": DecodeFirst}
 M6_CODE = {"m6.swapped": get_rope_index, "m6.layout": axes_of_pairs, "m6.content": content_hash}
+M6_OVERLAP_CODE = {"m6_overlap.sizes": sizes_up_to, "m6_overlap.pad": StepInputs}
 M1 = Exercises(m1_single_request, checks.check, M1_CODE)
 M2 = Exercises(m2_continuous_batching, checks_m2.check, M2_CODE, m2_trace.traced_steps)
 M3 = Exercises(m3_paged_attention, checks_m3.check, {"m3.freed_block": BlockPool}, m3_trace.traced_steps)
@@ -88,7 +90,8 @@ M6 = Exercises(m6_multimodal_pd, checks_m6.check, M6_CODE, m6_trace.traced_steps
 M6_PD = Exercises(
     m6_multimodal_pd, checks_m6_pd.check, {"m6_pd.frames": StagedSource}, m6_pd_trace.traced_steps, "m6_pd"
 )
-TAUGHT = [M1, M2, M3, M4, M5, M6, M6_PD]
+M6_OVERLAP = Exercises(m6_multimodal_pd, checks_m6_overlap.check, M6_OVERLAP_CODE, notebook="m6_overlap")
+TAUGHT = [M1, M2, M3, M4, M5, M6, M6_PD, M6_OVERLAP]
 
 
 def open_exercise(*_: object, **__: object) -> None:

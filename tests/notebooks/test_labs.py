@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import RESULTS
 from benchmarks.m1.trace import traced_steps
@@ -22,11 +23,12 @@ from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m6_multimodal_pd import SamplingParams
 from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.errors import TransferError
-from notebooks import checks_m6, checks_m6_pd
+from m6_multimodal_pd.graph_runner import StepInputs
+from notebooks import checks_m6, checks_m6_overlap, checks_m6_pd
 from notebooks.checks import listing
 from notebooks.checks_m4 import HOUR, recorded_hour, replay
 from notebooks.shapes import Shape, picture
-from tests.notebooks.exercises import M2, M3, M4, M5, M6, M6_PD, Exercises
+from tests.notebooks.exercises import M2, M3, M4, M5, M6, M6_OVERLAP, M6_PD, Exercises
 from tests.notebooks.lessons import source
 from tests.notebooks.wrong_m6_pd import Keeps
 
@@ -151,3 +153,54 @@ def test_the_labs_source_changes_answers_without_an_error_and_with_checksums_the
     with checks_m6_pd.new_group(source=hasty, debug=True) as group:
         error = group.generate(prompt, params).error
         assert isinstance(error, TransferError) and "is not what was sent" in str(error)
+
+
+# --- overlapped and captured steps ------------------------------------------------------------------------------------
+
+ANSWERS = {"ann": ["I", ".", "."], "bob": ["b"] * 6, "cid": ["c"] * 4, "dan": ["d"] * 3}
+
+
+def test_the_labs_booking_gives_a_token_after_the_end_and_two_requests_the_same_row() -> None:
+    hasty = M6_OVERLAP.lesson.defined("FreesAtOnce", {})
+    calls = checks_m6_overlap.late_calls(hasty, ANSWERS)
+    assert [call.delivered["ann"] for call in calls if "ann" in call.delivered] == ["I", ".", "."]
+    assert sum(call.freed.count("ann") for call in calls) == 2
+    wrong = [each for call in calls for each in call.wrong]
+    assert wrong[0] == "step 3 runs ann in row 0, which is cid's now" and any("runs cid" in each for each in wrong)
+    right = checks_m6_overlap.late_calls(checks_m6_overlap.ReferenceBooking, ANSWERS)
+    assert not [each for call in right for each in call.wrong]
+    assert [(number, call.freed) for number, call in enumerate(right) if "ann" in call.freed] == [(3, ["ann"])]
+
+
+def test_the_labs_sizes_have_no_bucket_for_the_largest_steps_of_real_engines() -> None:
+    scope = {"sizes_up_to": M6_OVERLAP.lesson.defined("sizes_up_to", {})}
+    bucket_of = M6_OVERLAP.lesson.defined("bucket_of", {})
+    for most, lost in ((12, 9), (100, 97), (200, 193)):
+        assert bucket_of(lost - 1, scope["sizes_up_to"](most)) == lost - 1
+        for num_tokens in (lost, most):
+            with pytest.raises(StopIteration):
+                bucket_of(num_tokens, scope["sizes_up_to"](most))
+    assert bucket_of(512, scope["sizes_up_to"](512)) == 512
+
+
+def test_a_captured_step_goes_on_reading_the_labs_old_buffers_without_an_error() -> None:
+    moves = M6_OVERLAP.lesson.defined("Moves", {"StepInputs": StepInputs, "torch": torch})
+    replayed = {}
+    for kind in (StepInputs, moves):
+        inputs = kind(checks_m6_overlap.LIMITS, checks_m6_overlap.PAGE_SIZE, torch.device("cpu"))
+        kv = torch.zeros(checks_m6_overlap.NUM_SLOTS, dtype=torch.int64)
+        captured = {bucket: checks_m6_overlap.CapturedStep(kv, inputs, bucket) for bucket in inputs.limits.buckets()}
+        replayed[kind] = []
+        for step in checks_m6_overlap.decode_steps([3, 3, 4]):
+            inputs.pad_batch(*step)
+            replayed[kind].append(captured[step.bucket].replay().tolist())
+    assert replayed[moves] == [[0] * 4] * 3 and all(0 not in rows[:3] for rows in replayed[StepInputs])
+
+
+def test_the_labs_ring_is_overrun_by_pieces_of_a_prompt_only_if_there_are_many() -> None:
+    scope: dict[str, Any] = {}
+    (cell,) = [source(cell) for cell in M6_OVERLAP.lesson.cells("code") if "class Ring" in source(cell)]
+    exec(cell.partition("\n\n\nfor num_pieces")[0], scope)
+    assert [scope["try_futures"](scope["Ring"], pieces) for pieces in (1, 5, 6)] == [1000, 1000, 2005]
+    rows = M6_OVERLAP.lesson.folded_solutions()["Ring"]
+    assert [scope["try_futures"](rows, pieces) for pieces in (1, 5, 6, 99)] == [1000] * 4
