@@ -408,8 +408,7 @@ def _grade_traffic(futures_class: type, rng: Random, *, num_rows: int) -> None:
         rows = sorted(rng.sample(range(num_rows), rng.randrange(1, num_rows + 1)))
         if num_rows > 1 and number % 20 < 12:
             rows = [row for row in rows if row] or [1]  # row 0 waits for twelve steps
-        if rng.random() < 0.1:
-            newest.pop(rng.choice(rows), None)  # another request has this row now, and begins with its prompt
+        leaves = rows.pop() if len(rows) > 1 and rng.random() < 0.2 else None  # retracted, and the next has a prompt
         known = [newest.get(row) for row in rows]
         input_ids = [rng.randrange(100) if each is None else each[0] for each in known]
         placeholders = list(futures.placeholders(list(rows)))
@@ -417,6 +416,13 @@ def _grade_traffic(futures_class: type, rng: Random, *, num_rows: int) -> None:
         newest |= {row: (place, token, number) for row, place, token in zip(rows, placeholders, token_ids, strict=True)}
         if in_flight is not None:
             _run_on_device(futures, in_flight, num_rows)
+        if leaves in newest:
+            place, token, when = newest.pop(leaves)
+            if (mine := list(futures.resolve([place]))) != [token]:
+                raise Mismatch(
+                    f"Row {leaves} is retracted at step {number}: {place} is the token {token} of step {when}, which "
+                    f"has arrived; yours is {short(mine)}."
+                )
         in_flight = Launched(number, rows, input_ids, known, placeholders, token_ids)
         used |= set(placeholders)
     if len(used) > 8 * num_rows:
