@@ -84,7 +84,7 @@ REPORTED = Reported(
 )
 
 NORMAL = NormalOrder(reason="the torch backend has no thread that runs all layers")
-LAUNCHED = StepLaunched(num_tokens=1025, num_futures=2, behind=6, is_async=True)
+LAUNCHED = StepLaunched(num_tokens=1025, num_futures=2, behind=6, waited_for=None, is_async=True)
 ARRIVED = StepArrived(is_async=True, device_ms=1.25, waited_ms=0.5)
 
 EXAMPLES: dict[Event, list[str]] = {
@@ -141,14 +141,17 @@ EXAMPLES: dict[Event, list[str]] = {
     ],
     NORMAL: ["Steps do not overlap: the torch backend has no thread that runs all layers."],
     LAUNCHED: [
-        "The forward of 1,025 tokens is launched before step 6 is booked, 2 of them unknown when it was scheduled.",
-        "The device computes while the host goes on.",
+        "A step of 1,025 tokens (2 of them unknown when it was scheduled) is launched before the tokens of step 6 have",
+        "arrived. The device computes while the host goes on.",
+    ],
+    replace(LAUNCHED, waited_for="drafts continue its tokens"): [
+        "is launched before step 6 is booked, but after its tokens have arrived: drafts continue its tokens.",
     ],
     replace(LAUNCHED, num_tokens=1, num_futures=0, behind=None, is_async=False): [
-        "The forward of 1 token is launched. It has ended already."
+        "A step of 1 token is launched. It has ended already."
     ],
     ARRIVED: [
-        "The tokens have arrived: the forward took 1.25 ms.",
+        "The tokens have arrived: the device took 1.25 ms.",
         "The host did other work for 0.75 ms of that, and then waited for 0.50 ms.",
     ],
 }

@@ -170,7 +170,7 @@ def test_and_so_they_do_where_steps_are_graphs(
     """A step is replayed when a result is asked for, with what stood in its inputs when it was launched."""
     loaded = load_model(ModelConfig(model=seeing_directory, device="cpu", dtype="float32"))
     seen = check_any_traffic(EngineMaker(m6_multimodal_pd, loaded), cache, page_size, is_forced, 8)
-    assert seen["held"] >= 3 and sum(graph.num_replays for graph in graphs_of_engines) > 20
+    assert seen["held"] >= 1 and sum(graph.num_replays for graph in graphs_of_engines) > 20
 
 
 def check_any_traffic(make: MakeEngine, cache: str, page_size: int, is_forced: bool, most: int = 60) -> "Seen":
