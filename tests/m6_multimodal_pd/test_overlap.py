@@ -323,18 +323,66 @@ def test_an_error_while_a_step_is_scheduled_ends_all_in_the_step_that_was_in_fli
     check_flushed(engine)
 
 
+def lost(*_: Any) -> None:
+    raise torch.AcceleratorError("gone")
+
+
 @pytest.mark.parametrize("error", [torch.AcceleratorError("gone"), EngineDeadError("gone")])
-def test_a_device_lost_in_flight_ends_all_and_the_engine(make_engine: MakeEngine, error: Exception) -> None:
+def test_a_device_lost_in_flight_ends_all_and_the_engine(
+    make_engine: MakeEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = overlapped(make_engine)
     ask(engine)
     engine.step()
     BreakingLauncher.due = error
+    monkeypatch.setattr(engine.engine_core.launcher, "wait", lost)
     last = {rid: output for outputs in calls(engine) for rid, output in outputs.items()}
     assert last.keys() == PROMPTS.keys() and all(isinstance(o.error, EngineDeadError) for o in last.values())
     assert held(engine) == 0 and engine.engine_core.in_flight is None
     with pytest.raises(EngineDeadError):
         engine.add_request([1])
     engine.close()
+
+
+class EventOfGPU:
+    """In place of `torch.cuda.Event`: notes what is waited for."""
+
+    log: list[str] = []  # noqa: RUF012
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.number = self.log.count("made")
+        self.log.append("made")
+
+    def record(self) -> None:
+        self.log.append(f"recorded {self.number}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"waited {self.number}")
+
+    def elapsed_time(self, other: "EventOfGPU") -> float:
+        assert self.number + 1 == other.number
+        return 2.0
+
+
+def test_on_a_gpu_a_step_is_waited_for_by_its_own_event(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step behind it, which is queued already, is not."""
+    monkeypatch.setattr(torch.cuda, "Event", EventOfGPU)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(LateLauncher, "on_thread", 0.0)
+    monkeypatch.setattr(EventOfGPU, "log", [])
+    answers = wanted(make_engine)
+    engine, records = overlapped(make_engine), Records()
+    engine.tracer.attach(records)
+    monkeypatch.setattr(engine.engine_core.launcher, "is_cuda", True)
+    ask(engine)
+    last = {rid: output.token_ids for outputs in calls(engine) for rid, output in outputs.items()}
+    assert last == {rid: output.token_ids for rid, output in answers.items()}
+    assert [event.device_ms for _, event in records.of(StepArrived)] == [2.0] * 6
+    waits = [name for name in EventOfGPU.log if name.startswith("waited")]
+    assert waits == [f"waited {number}" for number in range(1, 12, 2)]
 
 
 def test_an_interrupt_while_a_step_is_in_flight_leaves_a_dead_engine_that_holds_nothing(
