@@ -6,13 +6,14 @@ block_size + offset. Block 0 has no owner; padding is written there. A backend's
 `v1/worker/gpu_model_runner.py` and `csrc/cache_kernels.cu`; SGLang: `mem_cache/memory_pool.py`.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.trace_event import size
+from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.block_pool import Pairs
 from m3_paged_attention.kv_cache_config import KVCacheConfig
 
@@ -24,8 +25,21 @@ class KVLayer(NamedTuple):
     value_cache: Tensor  # [num_blocks_total, block_size, num_kv_heads, head_dim]
 
 
+class Step(Protocol):
+    """All layers of a model over one KV memory, as one call."""
+
+    def takes(self, metadata: AttentionMetadata) -> bool:
+        """Return whether a step of this layout can run so; else its layers run one by one."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Return what `Decoder.forward` returns for the same arguments."""
+
+
 class KVStorage:
     """All KV memory of a model on one device, and the host memory for swapping."""
+
+    step: Step | None = None
+    """All layers of the model in one call over this memory, if its backend has one (`Decoder.use_kv`)."""
 
     def __init__(self, config: KVCacheConfig, *, device: torch.device) -> None:
         """Allocate all blocks. Raises `ConfigError` if the machine has less memory.

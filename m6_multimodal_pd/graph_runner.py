@@ -133,14 +133,14 @@ class StepInputs:
 
 
 class GraphRunner:
-    """Replays the steps of one model over one KV memory: a `Step` of m3's decoder, for steps of few tokens."""
+    """Replays the steps of one model over one KV memory: a `Step` of m3, for steps of few tokens."""
 
     def __init__(self, model: Decoder, kv: KVStorage, limits: GraphLimits) -> None:
         """Capture all graphs of the model, which must run its layers one by one now.
 
         Raises the error of a step that cannot be captured, such as `torch.OutOfMemoryError`.
         """
-        self.kv, self.limits = kv, limits
+        self.limits = limits
         self.sizes = {width: limits.sizes(width) for width in (1, limits.width)}
         """Numbers of tokens of the buckets of each width."""
         self._layers, self._captured_layers = model.layers, list(model.layers)
@@ -149,7 +149,7 @@ class GraphRunner:
         hidden_size = model.config.hidden_size
         self.output = torch.zeros((buckets[0].num_tokens, hidden_size), dtype=model.dtype, device=model.device)
         for bucket in buckets:
-            self._run(model, bucket)  # warm-up: what is compiled or allocated at a first call may not be captured
+            self._run(model, kv, bucket)  # warm-up: what is compiled or allocated at a first call may not be captured
         free = _free_bytes(model.device)
         memory = torch.cuda.graph_pool_handle()  # of the largest graph; each smaller one uses a part of it
         self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
@@ -157,14 +157,14 @@ class GraphRunner:
             self._graphs[bucket] = graph = torch.cuda.CUDAGraph()
             # Another engine's thread may allocate memory meanwhile, which a capture in "global" mode would forbid.
             with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                self._run(model, bucket)
+                self._run(model, kv, bucket)
         fixed = sum(tensor.nbytes for tensor in (*self.inputs.tensors(), self.output))
         self.num_bytes = max(free - _free_bytes(model.device), 0) + fixed  # another program may free memory meanwhile
         """GPU memory of all graphs, with their inputs and output."""
 
-    def takes(self, metadata: AttentionMetadata, kv: KVStorage) -> bool:
-        """Return whether there is a graph for such a step over `kv`. A layer replaced since the capture is called."""
-        return kv is self.kv and self.bucket(metadata) is not None and self._layers == self._captured_layers
+    def takes(self, metadata: AttentionMetadata) -> bool:
+        """Return whether there is a graph for such a step. A layer replaced since the capture is called."""
+        return self.bucket(metadata) is not None and self._layers == self._captured_layers
 
     def bucket(self, metadata: AttentionMetadata) -> Bucket | None:
         """Return the smallest bucket that holds a step, or None."""
@@ -187,9 +187,9 @@ class GraphRunner:
         self._graphs[bucket].replay()
         return self.output[: len(input_ids)]
 
-    def _run(self, model: Decoder, bucket: Bucket) -> None:
+    def _run(self, model: Decoder, kv: KVStorage, bucket: Bucket) -> None:
         input_ids, positions, _ = self.inputs.tokens[:, : bucket.num_tokens]
-        hidden = model.forward(input_ids, positions, self.kv, self.inputs.metadata(bucket))
+        hidden = model.forward(input_ids, positions, kv, self.inputs.metadata(bucket))
         self.output[: bucket.num_tokens].copy_(hidden)
 
 
@@ -212,7 +212,7 @@ class GraphCapture:
             self.tracer.emit(GraphsUnavailable, model=name, reason=reason)
             return
         try:
-            model.step = runner = _captured(model, kv, limits)
+            kv.step = runner = _captured(model, kv, limits)
         except Exception as error:
             self.tracer.emit(GraphsUnavailable, model=name, reason=f"{type(error).__name__}: {error}")
             return

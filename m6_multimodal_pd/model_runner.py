@@ -1,8 +1,8 @@
 """Model runner with a vision encoder and CUDA graphs: tensors in, tokens out.
 
 m5's runner, which prepares a step in one method and calls the model in another. The first also asks the encoder for the
-embeddings of the images in the step, the second passes them to the model. The graphs are the models' own
-(`Decoder.step`): here they are captured, after each change of the KV memory or the weights. SGLang: `ModelRunner` with
+embeddings of the images in the step, the second passes them to the model. A captured step belongs to its KV memory
+(`KVStorage.step`): it is captured here, after each change of that memory or of the weights. SGLang: `ModelRunner` with
 `general_mm_embed_routine`; vLLM: `v1/worker/gpu_model_runner.py`.
 """
 
@@ -36,7 +36,7 @@ class ModelRunner(TextModelRunner):
     """m5's runner, for steps with images, and with graphs for steps of few tokens.
 
     `prepare` also encodes images, `forward` also passes their embeddings to the model, and `profile_run` also measures
-    the vision tower and the graphs. `initialize_kv_cache` also captures the graphs, and `shutdown` drops them.
+    the vision tower and the graphs. `initialize_kv_cache` also captures the graphs.
     """
 
     released = ("kv", "model", "encoder")
@@ -73,15 +73,8 @@ class ModelRunner(TextModelRunner):
     def use_model(self, model: Decoder) -> None:
         """Replace the model by another of the same shape, and its graphs by those of the other."""
         model.use_kv(self.kv)
-        self.model.step, self.model = None, model
+        self.model = model
         self._capture_graphs()
-
-    def shutdown(self) -> None:
-        """Release the graphs, the KV memory and the models, also where the user keeps a model."""
-        for runner in (self, self.draft_runner):
-            if runner is not None and hasattr(runner, "model"):
-                runner.model.step = None
-        super().shutdown()
 
     def prepare(self, batch: TextModelWorkerBatch) -> TextForwardBatch:
         """Return a step as tensors; images in it that are not encoded yet are encoded now."""

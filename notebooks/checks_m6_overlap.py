@@ -1,8 +1,6 @@
 """Graders of the labs and exercises in m6's third notebook, and what its labs run: late results and a captured step."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -10,30 +8,16 @@ import torch
 from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m6_multimodal_pd import LLMEngine
 from m6_multimodal_pd.graph_runner import Bucket, GraphLimits, StepInputs, sizes_up_to as sizes_of_the_engine
 
 try:  # in the checkout, for the tests
     from notebooks.checks import Mismatch, check, grader, short, show_source
-    from notebooks.checks_m6 import ONE_MODEL, new_engine as engine_of_one_model
+    from notebooks.checks_m6 import new_engine
 except ModuleNotFoundError:  # beside the notebook
     from checks import Mismatch, check, grader, short, show_source  # type: ignore[no-redef]
-    from checks_m6 import ONE_MODEL, new_engine as engine_of_one_model  # type: ignore[no-redef]
+    from checks_m6 import new_engine  # type: ignore[no-redef]
 
 __all__ = ["CapturedStep", "check", "decode", "decode_steps", "late_calls", "new_engine", "show_source"]
-
-
-def new_engine(**configs: Any) -> LLMEngine:
-    """Return an engine that shares its weights with all others made here, and has a decode step in one call of its own.
-
-    That step belongs to a model and to one KV memory, so the model is copied, without its weights.
-    """
-
-    def load(config: Any) -> Any:
-        loaded = ONE_MODEL["model_loader"](config)
-        return replace(loaded, model=copy.copy(loaded.model))
-
-    return engine_of_one_model(parts={"model_loader": load}, **configs)
 
 
 # --- the first lab: a token after the end -----------------------------------------------------------------------------

@@ -55,12 +55,12 @@ class CStep(ctypes.Structure):
 
 
 class NativeStep:
-    """The layers of one model over one KV memory, as one call. Holds both, because the table points into them."""
+    """The layers of one model over one KV memory, as one call. The table points into both."""
 
     def __init__(self, run_layers: Callable[[int], None], model: Any, kv: KVStorage) -> None:
         """`model`: a `Decoder` whose layers the kernels compute completely (`NativeBackend.step`)."""
         config = model.config
-        self.model, self.kv = model, kv
+        self.model = model
         self.run_layers = run_layers
         self._known = list(model.layers)
         layers = [_layer(layer, *kv.layer(index)) for index, layer in enumerate(model.layers)]
@@ -88,10 +88,10 @@ class NativeStep:
         self._angles = torch.empty(MOST_TOKENS * config.head_dim)
         self.table.work, self.table.angles = self._work.data_ptr(), self._angles.data_ptr()
 
-    def takes(self, metadata: AttentionMetadata, kv: KVStorage) -> bool:
-        """Return whether this is such a step: not too large, over this KV memory, and of the layers in the table."""
+    def takes(self, metadata: AttentionMetadata) -> bool:
+        """Return whether this is such a step: not too large, and of the layers in the table."""
         num_tokens = metadata.num_prefill_tokens + metadata.num_decodes
-        return num_tokens <= MOST_TOKENS and kv is self.kv and self._known == self.model.layers
+        return num_tokens <= MOST_TOKENS and self._known == self.model.layers
 
     def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Return the hidden states `[num_tokens, hidden_size]` after the last norm.

@@ -19,18 +19,8 @@ from torch import Tensor
 from m1_single_request.errors import ConfigError
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.kv_storage import KVLayer, KVStorage
+from m3_paged_attention.kv_storage import KVLayer, KVStorage, Step
 from m3_paged_attention.linear import Linear
-
-
-class Step(Protocol):
-    """All layers of a model over one KV memory, as one call."""
-
-    def takes(self, metadata: AttentionMetadata, kv: KVStorage) -> bool:
-        """Return whether a step of this layout over `kv` can run so; else its layers run one by one."""
-
-    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Return what `Decoder.forward` returns for the same arguments."""
 
 
 class Backend(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.attention.registry import Backend, Step
+from m3_paged_attention.attention.registry import Backend
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.architecture import DecoderConfig
 from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
@@ -37,8 +37,6 @@ class Decoder:
         while weights.layers:
             self.layers.append(DecoderLayer(config, weights.layers.pop(0), backend))
         self.head = backend.linear(weights.head)
-        self.step: Step | None = None
-        """All layers in one call, if the backend has one for this model and its KV memory (`use_kv`)."""
         self.eager_reason: str | None = None
         """Reason why the backend's one call does not compute this model; None: it does, or the backend has none."""
 
@@ -48,15 +46,15 @@ class Decoder:
         parts += [part for layer in self.layers if type(layer) is DecoderLayer for part in (layer.attention, layer.mlp)]
         unknown = [type(part).__name__ for part in parts if type(part) not in IN_ONE_CALL]
         found = f"the class {unknown[0]} is not supported" if unknown else self.backend.step(self, kv)
-        self.step, self.eager_reason = (None, found) if isinstance(found, str) else (found, None)
+        kv.step, self.eager_reason = (None, found) if isinstance(found, str) else (found, None)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv: KVStorage, metadata: AttentionMetadata) -> Tensor:
         """Run the tokens of a step, `input_ids` and `positions` int64 `[num_tokens]`, and write their KV to `kv`.
 
         Returns the hidden states `[num_tokens, hidden_size]` after the last norm.
         """
-        if self.step is not None and self.step.takes(metadata, kv):
-            return self.step(input_ids, positions, metadata)
+        if kv.step is not None and kv.step.takes(metadata):
+            return kv.step(input_ids, positions, metadata)
         hidden = functional.embedding(input_ids, self.embedding)
         cos, sin = self.rotary(positions)
         residual: Tensor | None = None

@@ -87,7 +87,7 @@ class Launcher:
         self.future_map = FutureMap(num_rows, self.runner.device)
         self.is_cuda = self.queues = self.runner.device.type == "cuda"
         """`queues`: whether the host only queues work on the device."""
-        self.thread = NativeThread() if isinstance(self.runner.model.step, NativeStep) else None
+        self.thread = NativeThread() if isinstance(self.runner.kv.step, NativeStep) else None
         self.row_sampler = self.runner.rejection_sampler.one_each
         self._memory: list[Any] = []  # what the last two calls of the thread read and write, whoever drops them
 
@@ -178,9 +178,9 @@ class Launcher:
 
     def _start(self, launched: ForwardOutput) -> None:
         runner, batch = self.runner, self._prepare(launched)
-        step = runner.model.step
+        step = runner.kv.step
         is_text = not isinstance(batch, VisionBatch) or batch.visual is None
-        is_one_call = isinstance(step, NativeStep) and is_text and step.takes(batch.attn_metadata, runner.kv)
+        is_one_call = isinstance(step, NativeStep) and is_text and step.takes(batch.attn_metadata)
         if self.thread is not None and is_one_call:
             self._start_on_thread(self.thread, step, launched)
             return

@@ -37,9 +37,20 @@ def runner_of(engine: Any) -> Any:
 def test_only_the_native_backend_has_the_call_and_neither_traces_a_reason(milestone: str, backend: str) -> None:
     records = Records()
     with engine_of(milestone, records, backend) as engine:
-        step = runner_of(engine).model.step
-        assert (step is not None and step.kv is runner_of(engine).kv) == (backend == "native")
+        assert (runner_of(engine).kv.step is not None) == (backend == "native")
     assert not records.of(EagerSteps)
+
+
+@pytest.mark.parametrize("milestone", MILESTONES[2:])
+def test_engines_that_share_a_model_have_a_call_each(milestone: str) -> None:
+    load = functools.cache(lambda config: importlib.import_module(milestone).LLMEngine.parts["model_loader"](config))
+    parts = {"model_loader": load}
+    with engine_of(milestone, Records(), parts=parts) as first, engine_of(milestone, Records(), parts=parts) as other:
+        assert runner_of(first).model is runner_of(other).model
+        steps = [runner_of(each).kv.step for each in (first, other)]
+        assert None not in steps and steps[0] is not steps[1]
+        other.close()
+        assert runner_of(first).kv.step is steps[0]
 
 
 class OtherLayer(DecoderLayer):
@@ -67,7 +78,7 @@ def test_a_draft_model_has_the_call_too() -> None:
         "m5_chunked_prefill_spec", Records(), speculative_config=SpeculativeConfig(method="draft_model")
     ) as engine:
         draft_runner = runner_of(engine).draft_runner
-        assert draft_runner.model.step.kv is draft_runner.kv
+        assert draft_runner.kv.step.model is draft_runner.model
 
 
 def test_new_weights_have_a_call_of_their_own() -> None:
@@ -77,4 +88,4 @@ def test_new_weights_have_a_call_of_their_own() -> None:
         engine.update_weights(Path(FullEngine.default_model))
         runner = runner_of(engine)
         assert runner.model is not before
-        assert (runner.model.step.model, runner.model.step.kv) == (runner.model, runner.kv)
+        assert runner.kv.step.model is runner.model

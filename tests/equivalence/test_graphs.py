@@ -40,7 +40,7 @@ def test_greedy_answers_are_those_of_transformers(
     prompts, expected = references(model)
     params = variant.package.SamplingParams(max_tokens=MAX_TOKENS)
     with variant.make_engine(reference_model(model).directory) as engine:
-        assert runner_of(engine).model.step is not None
+        assert runner_of(engine).kv.step is not None
         for _ in range(2):  # what the first round has left is found by the second
             outputs = list(engine.generate_batch(prompts, params).values())
             assert [output.error for output in outputs] == [None] * len(prompts)

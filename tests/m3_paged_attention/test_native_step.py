@@ -35,12 +35,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def at_once_and_one_by_one(loaded: LoadedModel) -> tuple[Paged, Paged]:
-    """One model over two KV memories: it is prepared for the first, so steps over the second run layer by layer."""
+    """One model over two KV memories: the first is prepared, so steps over the second run layer by layer."""
     at_once, one_by_one = Paged(loaded), Paged(loaded)
     for paged in (at_once, one_by_one):
         paged.kv.blocks.zero_()  # so that all of it can be compared
     loaded.model.use_kv(at_once.kv)
-    assert loaded.model.eager_reason is None and loaded.model.step is not None
+    assert loaded.model.eager_reason is None and at_once.kv.step is not None
     return at_once, one_by_one
 
 
@@ -52,10 +52,10 @@ def check(pair: tuple[Paged, Paged], new: dict[str, int]) -> None:
     assert torch.equal(pair[0].kv.blocks, pair[1].kv.blocks)
 
 
-def counted(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def counted(pair: tuple[Paged, Paged], monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Return a function that returns the number of calls of all layers at once."""
     calls: list[object] = []
-    step = loaded.model.step
+    step: Any = pair[0].kv.step
     run = step.run_layers
     monkeypatch.setattr(step, "run_layers", lambda table: (calls.append(table), run(table)))
     return lambda: len(calls)
@@ -118,7 +118,7 @@ def test_a_step_with_too_many_tokens_runs_layer_by_layer(
     embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = at_once_and_one_by_one(embedded)
-    num_calls = counted(embedded, monkeypatch)
+    num_calls = counted(pair, monkeypatch)
     monkeypatch.setattr(native_step, "MOST_TOKENS", 20)
     for new, expected in (({"a": 21}, 0), ({"a": 1, "b": 19}, 1), ({"b": 1, "a": 20}, 1), ({"a": 1}, 2)):
         check(pair, new)
@@ -128,7 +128,7 @@ def test_a_step_with_too_many_tokens_runs_layer_by_layer(
 def test_a_layer_that_is_replaced_is_called(embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook, for example; where it is removed, the layers run at once again."""
     pair = at_once_and_one_by_one(embedded)
-    num_calls, layers, seen = counted(embedded, monkeypatch), embedded.model.layers, []
+    num_calls, layers, seen = counted(pair, monkeypatch), embedded.model.layers, []
     original = layers[1]
 
     def hook(*inputs: Any) -> Any:
@@ -209,5 +209,5 @@ def test_another_class_of_kv_memory_runs_layer_by_layer(embedded: LoadedModel) -
     kv = Paged(embedded).kv
     kv.__class__ = OtherStorage
     embedded.model.use_kv(kv)
-    assert embedded.model.step is None
+    assert kv.step is None
     assert embedded.model.eager_reason == "the class OtherStorage is not supported"

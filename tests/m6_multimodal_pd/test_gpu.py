@@ -134,7 +134,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     limits = setting(most, method=method, tokens=2048, debug=False, draft_model=tiny_directory)
     with on_gpu(tiny_directory, "triton", cuda_graphs=False, **limits) as engine:
         expected = texts_of(engine)
-        assert not replays and runner_of(engine).model.step is None
+        assert not replays and runner_of(engine).kv.step is None
     with on_gpu(tiny_directory, "triton", **limits) as engine:
         assert texts_of(engine) == expected
         assert texts_of(engine) == expected
@@ -143,7 +143,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
 
 def test_a_replay_allocates_nothing_and_moves_nothing(tiny_directory: Path) -> None:
     with on_gpu(tiny_directory, "triton", **setting(5, method="ngram", drafts=2, tokens=2048, debug=False)) as engine:
-        step: Any = runner_of(engine).model.step
+        step: Any = runner_of(engine).kv.step
         tensors = (*step.inputs.tensors(), step.output)
         addresses = [tensor.data_ptr() for tensor in tensors]
         device = torch.device("cuda")

@@ -80,9 +80,8 @@ class Pair:
         self.replayed, self.eager = Paged(loaded), Paged(loaded)
         for paged in (self.replayed, self.eager):
             paged.kv.blocks[:, 1:] = torch.nan  # but for what was written
-        loaded.model.step = None
         with torch.inference_mode():
-            self.runner = loaded.model.step = GraphRunner(loaded.model, self.replayed.kv, limits)
+            self.runner = self.replayed.kv.step = GraphRunner(loaded.model, self.replayed.kv, limits)
 
     def step(self, new: dict[str, int], *, exact: bool = True) -> int:
         """Run so many new tokens of each request, which gives the same numbers; return how many graphs ran.
@@ -131,7 +130,6 @@ def load_on(kind: str, directory: Path) -> LoadedModel:
 def pair(loaded: LoadedModel, recorded_graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setattr(PlainLinear, "__call__", row_by_row)
     yield Pair(loaded, recorded_graphs)
-    loaded.model.step = None
 
 
 def test_every_bucket_gives_the_numbers_of_an_eager_step(pair: Pair) -> None:

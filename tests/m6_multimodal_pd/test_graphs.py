@@ -97,7 +97,7 @@ def test_drafts_are_verified_in_graphs(tiny_directory: Path, graphs_of_engines: 
 
 
 def buckets_of(engine: Any) -> list[Any]:
-    return runner_of(engine).model.step.limits.buckets()
+    return runner_of(engine).kv.step.limits.buckets()
 
 
 def test_a_draft_model_has_graphs_of_its_own(
@@ -168,10 +168,10 @@ def test_new_weights_are_captured_again(
     assert of_others != answers_of(m1)
     with serving(tiny_directory) as (engine, records):
         ask(engine)
-        kept = runner_of(engine).model
-        old, before = weakref.ref(kept.step), replayed(graphs_of_engines)
+        _kept = runner_of(engine).model
+        old, before = weakref.ref(runner_of(engine).kv.step), replayed(graphs_of_engines)
         engine.update_weights(draft_directory)
-        assert kept.step is old() is None, "the old graphs are gone, even where the user keeps the model"
+        assert old() is None, "the old graphs are gone, even where the user keeps the model"
         assert len(records.of(GraphsCaptured)) == 2 and len(graphs_of_engines) == 8
         assert ask(engine) == of_others
         assert replayed(graphs_of_engines[:4]) == before and replayed(graphs_of_engines[4:]) > 0
@@ -189,9 +189,11 @@ def test_a_closed_engine_holds_no_graph_even_where_the_user_keeps_its_models(
     try:
         with serving(tiny_directory, **limits) as (engine, _):
             runner = runner_of(engine)
-            models = [runner.model, runner.draft_runner.model]
-            alive = [weakref.ref(model.step) for model in models] + [weakref.ref(runner.kv)]
-        assert [each() for each in alive] == [None] * 3
+            _models = [runner.model, runner.draft_runner.model]
+            memories = [runner.kv, runner.draft_runner.kv]
+            alive = [weakref.ref(each) for kv in memories for each in (kv, kv.step)]
+            del memories
+        assert [each() for each in alive] == [None] * 4
     finally:
         gc.enable()
     engine.close()
@@ -209,7 +211,7 @@ def test_an_engine_that_only_computes_prompts_captures_none(
     group = DisaggregationConfig(transport="in_process")
     with serving(tiny_directory, disaggregation_config=group) as (engine, _):
         engines: Any = engine.engine_core.router.links.engines  # type: ignore[attr-defined]
-        steps = {name: runner_of(each).model.step for name, each in in_group(engines).items()}
+        steps = {name: runner_of(each).kv.step for name, each in in_group(engines).items()}
         assert steps["prefill-0"] is None and steps["decode-0"] is not None
         outputs = list(engine.generate_batch(PROMPTS, greedy(6)).values())
         assert [output.token_ids for output in outputs] == [m1.generate(p, greedy(6)).token_ids for p in PROMPTS]
