@@ -2,8 +2,8 @@
 
 m5's runner does both in one call: `prepare`, `forward`, `sample`. Here `launch` is all three where the device chooses
 the tokens (`Choice`), so a second step can be queued behind it; `arrive` waits for the first and reads them. Otherwise
-`launch` is the first two, and `arrive` also samples; then it must be called before the next launch, and the step says
-why (`ForwardOutput.waited_for`). The device is CUDA, whose kernels are only queued by the host; or a thread of the
+`launch` is the first two, and `arrive` also samples; then it must be called before the next launch, for the reason
+`ForwardOutput.why_host`. The device is CUDA, whose kernels are only queued by the host; or a thread of the
 native backend, if the layers of a step are one call (`NativeStep`). On a CPU a step with images or many tokens has
 ended when `launch` returns. mini-sglang: `ForwardInput`, `ForwardOutput`; SGLang: `TpModelWorkerClient`.
 """
