@@ -106,7 +106,8 @@ class SamplingBatchInfo:
     output_counts: Tensor | None  # float32; likewise
     is_plain: bool = field(init=False)
     """Whether all rows are plain; then only the positions are updated."""
-    _newest: SamplingMetadata | None = field(init=False, default=None)  # None: the rows have changed since
+    _newest: list[SamplingMetadata] = field(init=False, default_factory=list)
+    """The last `metadata`, also that of a shallow copy; empty: the rows have changed since."""
 
     def __post_init__(self) -> None:
         self.is_plain = bool(self.plain.all())
@@ -152,20 +153,21 @@ class SamplingBatchInfo:
         draws = None
         if not self.numbers["greedy"].all():
             draws = on_device(uniforms(self.seeds, self.positions.tolist()), self.device)
-        if self._newest is None:
-            self._newest = metadata_of(
-                self.numbers,
-                num_logprobs=tuple(p.logprobs for p in self.params),
-                vocab_size=self.vocab_size,
-                device=self.device,
-                uniforms=draws,
-                bias=self.bias,
-                seen=self.seen,
-                output_counts=self.output_counts,
-            )
-        else:
-            self._newest = replace(self._newest, uniforms=draws, bias=self.bias)  # the rest is as it was
-        return self._newest
+        if self._newest:
+            self._newest[0] = replace(self._newest[0], uniforms=draws, bias=self.bias)  # the rest is as it was
+            return self._newest[0]
+        found = metadata_of(
+            self.numbers,
+            num_logprobs=tuple(p.logprobs for p in self.params),
+            vocab_size=self.vocab_size,
+            device=self.device,
+            uniforms=draws,
+            bias=self.bias,
+            seen=self.seen,
+            output_counts=self.output_counts,
+        )
+        self._newest.append(found)
+        return found
 
     def advance(self, token_ids: SequenceOf[int] | np.ndarray | Tensor, counts: np.ndarray | int) -> None:
         """Add the newest tokens to the rows, in place.
@@ -223,7 +225,7 @@ class SamplingBatchInfo:
 
     def _rows_changed(self) -> None:
         self.is_plain = bool(self.plain.all())
-        self._newest = None
+        self._newest = []
 
     def _allow_stops(self, bias: Tensor, before: np.ndarray) -> None:
         """Allow stop ids again in rows that have reached their min_tokens since `before`; their logit_bias stays."""

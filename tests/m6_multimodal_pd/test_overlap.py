@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from m1_single_request.events import StepDone
 from m1_single_request.sampler import Sampler
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention import native_library
+from m4_radix_cache import sampling_batch_info
 from m5_chunked_prefill_spec.events import Batch
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m6_multimodal_pd import (
@@ -236,6 +238,30 @@ def test_what_the_sampler_keeps_of_a_request_has_its_newest_token(
             }
         )
     assert found[0] == found[1]
+
+
+def test_parameters_of_rows_that_stay_are_copied_to_the_device_once(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in every step."""
+    copied: list[int] = []
+
+    original, counts = sampling_batch_info.metadata_of, []
+
+    def metadata_of(numbers: Any, **more: Any) -> Any:
+        copied.append(len(numbers))
+        return original(numbers, **more)
+
+    monkeypatch.setattr(sampling_batch_info, "metadata_of", metadata_of)
+    monkeypatch.setattr(LateLauncher, "on_thread", 0.0)
+    monkeypatch.setattr(LateLauncher, "rng", Random(1))
+    for overlap in (False, True):
+        copied.clear()
+        engine = make_engine(**setting(8, tokens=FEW, enable_overlap=overlap))
+        ask(engine, greedy(8, temperature=1.0, seed=1))
+        list(calls(engine))
+        counts.append(len(copied))
+    assert counts[0] == counts[1] == 1
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
