@@ -244,6 +244,8 @@ class Launcher:
         if launched.times is None:
             assert self.thread is not None
             launched.device_seconds = self.thread.wait(launched.call)
+            if launched.choice is not None:
+                launched.choice.is_broken = launched.choice.tokens < 0  # by `WholeStep`
         elif self.is_cuda:
             start, end = launched.times
             end.synchronize()

@@ -12,6 +12,7 @@ import torch
 
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
 from m1_single_request.events import StepDone
+from m1_single_request.output_events import Sampled
 from m1_single_request.sampler import Sampler
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention import native_library
@@ -37,7 +38,7 @@ from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.overlap import engine_core
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
 from m6_multimodal_pd.overlap.launcher import ForwardOutput
-from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, greedy, setting
+from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, greedy, runner_of, setting
 from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
 from tests.m6_multimodal_pd.test_speculation import make_drafting as make_drafting
 from tests.support.engines import held
@@ -606,6 +607,21 @@ assert engine.engine_core.in_flight is not None
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@native
+def test_logits_on_the_thread_that_are_not_finite_are_the_error_of_the_normal_loop(real_launcher: None) -> None:
+    errors, records = [], Records()
+    for overlap in (False, True):
+        with native_engine(overlap, records) as engine:
+            engine.add_request("a long story", greedy(40), request_id="a")
+            engine.step()
+            engine.step()
+            runner_of(engine).model.norm.fill_(float("nan"))
+            last = {rid: output for outputs in calls(engine) for rid, output in outputs.items()}
+            errors.append(last["a"].error)
+    assert [type(error) for error in errors] == [ForwardError] * 2 and str(errors[0]) == str(errors[1])
+    assert records.of(StepLaunched)[-1][1].is_async and all(event.token_id >= 0 for _, event in records.of(Sampled))
 
 
 # --- where steps do not overlap ---------------------------------------------------------------------------------------
