@@ -21,6 +21,7 @@ from torch import Tensor
 
 from m1_single_request.sampler import Sampler
 from m3_paged_attention.attention.metadata import on_device
+from m3_paged_attention.attention.native_backend import NativeLinear
 from m3_paged_attention.attention.native_library import PRECISIONS
 from m3_paged_attention.attention.native_step import CLinear, CStep, NativeStep
 from m3_paged_attention.executor import checked
@@ -33,12 +34,15 @@ from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m6_multimodal_pd.forward_batch import ForwardBatch as VisionBatch
+from m6_multimodal_pd.model_runner import ModelRunner as VisionRunner
+from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from m6_multimodal_pd.overlap.choice import Choice
 from m6_multimodal_pd.overlap.future_map import FutureMap
 from m6_multimodal_pd.overlap.native_thread import CWholeStep, NativeThread
 
 PROMPTS = "its prompts join the prefix cache first"
 """A page of theirs may be freed then, because the cache has the same."""
+FORWARDS = Decoder.forward, Qwen3VLDecoder.forward
 PRECISION = {getattr(torch, name): name for name in PRECISIONS}
 
 
@@ -177,11 +181,8 @@ class Launcher:
         return None
 
     def _start(self, launched: ForwardOutput) -> None:
-        runner, batch = self.runner, self._prepare(launched)
-        step = runner.kv.step
-        is_text = not isinstance(batch, VisionBatch) or batch.visual is None
-        is_one_call = isinstance(step, NativeStep) and is_text and step.takes(batch.attn_metadata)
-        if self.thread is not None and is_one_call:
+        batch, step = self._prepare(launched), self.runner.kv.step
+        if self.thread is not None and isinstance(step, NativeStep) and self._is_one_call(batch, step):
             self._start_on_thread(self.thread, step, launched)
             return
         if self.thread is not None:
@@ -189,6 +190,12 @@ class Launcher:
         if not self.queues and launched.why_host is None:
             launched.why_host = "it ran on the host"
         self._compute(launched)
+
+    def _is_one_call(self, batch: ForwardBatch, step: NativeStep) -> bool:
+        """Return whether `step` computes all of a forward: it has no images, and runner and model add nothing."""
+        is_text = not isinstance(batch, VisionBatch) or batch.visual is None
+        is_usual = type(self.runner).forward is VisionRunner.forward and type(self.runner.model).forward in FORWARDS
+        return is_text and is_usual and step.takes(batch.attn_metadata)
 
     def _prepare(self, launched: ForwardOutput) -> ForwardBatch:
         """Run the draft model, if there is one, and copy the step to the device."""
@@ -223,6 +230,7 @@ class Launcher:
             work.sampling_info.is_plain
             and type(self.row_sampler.sampler).choose is Sampler.choose
             and type(model).compute_logits is Decoder.compute_logits
+            and type(model.head) is NativeLinear
         ):
             launched.why_host = "on a CPU the host chooses tokens that are not simply the best ones"
         rows = None

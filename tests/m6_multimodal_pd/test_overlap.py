@@ -16,6 +16,7 @@ from m1_single_request.output_events import Sampled
 from m1_single_request.sampler import Sampler
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention import native_library
+from m3_paged_attention.models.decoder import Decoder
 from m4_radix_cache import sampling_batch_info
 from m5_chunked_prefill_spec.events import Batch
 from m5_chunked_prefill_spec.scheduler import Scheduler
@@ -542,8 +543,9 @@ def test_an_engine_may_be_closed_while_a_step_is_in_flight(make_engine: MakeEngi
 native = pytest.mark.skipif(native_library.obstacle() is not None, reason=str(native_library.obstacle()))
 
 
-def native_engine(overlap: bool, *readers: Any, **scheduler: Any) -> Any:
+def native_engine(overlap: bool, *readers: Any, parts: dict[str, Any] | None = None, **scheduler: Any) -> Any:
     return LLMEngine(
+        parts=parts,
         model_config=ModelConfig(model=TEXT_MODEL, device="cpu", dtype="float32", attention_backend="native"),
         scheduler_config=SchedulerConfig(enable_overlap=overlap, **scheduler),
         cache_config=CacheConfig(max_total_tokens=2000, debug=True),
@@ -622,6 +624,33 @@ def test_logits_on_the_thread_that_are_not_finite_are_the_error_of_the_normal_lo
             errors.append(last["a"].error)
     assert [type(error) for error in errors] == [ForwardError] * 2 and str(errors[0]) == str(errors[1])
     assert records.of(StepLaunched)[-1][1].is_async and all(event.token_id >= 0 for _, event in records.of(Sampled))
+
+
+class OwnForward(ModelRunner):
+    def forward(self, batch: Any) -> Any:
+        return -super().forward(batch)
+
+
+class OwnModel(Decoder):
+    def forward(self, *step: Any) -> Any:
+        return -super().forward(*step)
+
+
+@native
+@pytest.mark.parametrize("part", ["runner", "model", "head"])
+def test_the_thread_leaves_nothing_out_that_a_user_has_put_around_a_forward(real_launcher: None, part: str) -> None:
+    said = []
+    for overlap in (False, True):
+        parts = {"model_runner": OwnForward} if part == "runner" else {}
+        with native_engine(overlap, parts=parts) as engine:
+            model: Any = runner_of(engine).model
+            if part == "model":
+                model.__class__ = OwnModel
+            elif part == "head":
+                head = model.head
+                model.head = lambda hidden: -head(hidden)  # noqa: B023
+            said.append(engine.generate("a long story", greedy(8)))
+    assert said[0].error is None and said[0].token_ids == said[1].token_ids
 
 
 # --- where steps do not overlap ---------------------------------------------------------------------------------------
