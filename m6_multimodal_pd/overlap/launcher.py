@@ -243,7 +243,7 @@ class Launcher:
             whole.vocab_size, whole.rows = head.out_features, rows.data_ptr()
             whole.tokens, whole.logits = tokens.data_ptr(), logits.data_ptr()
             launched.choice = Choice(logits, plain_metadata(count, tokens.device), tokens, None)
-        self._memory = [*self._memory[-1:], (whole, step, batch, launched.hidden, launched.choice, rows)]
+        self._memory = [*self._memory[-1:], (whole, runner.kv, step, batch, launched.hidden, launched.choice, rows)]
         launched.is_async = True
         launched.call = thread.launch(f"run_step_{PRECISION[model.dtype]}", ctypes.addressof(whole))
 

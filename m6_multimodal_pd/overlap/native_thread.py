@@ -39,7 +39,6 @@ class NativeThread:
         library.thread_wait.restype = ctypes.c_double
         library.thread_stop.argtypes = [ctypes.c_void_p]
         self._thread: int | None = library.thread_start()
-        self._newest = 0
 
     def launch(self, function: str, argument: int) -> int:
         """Start a C function of one pointer, behind those that are running; return the number of the call.
@@ -47,14 +46,14 @@ class NativeThread:
         `argument`: an address. With two others that have not ended, it waits for the first.
         """
         address = ctypes.cast(getattr(self._library, function), ctypes.c_void_p)
-        self._newest = self._library.thread_launch(self._thread, address, argument)
-        return self._newest
+        number: int = self._library.thread_launch(self._thread, address, argument)
+        return number
 
     def wait(self, number: int | None = None) -> float:
         """Wait until a call has ended; None: all. Return its duration in seconds. After `close` there is none."""
         if self._thread is None:
             return 0.0
-        seconds: float = self._library.thread_wait(self._thread, self._newest if number is None else number)
+        seconds: float = self._library.thread_wait(self._thread, number or 0)
         return seconds
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
 """One step in flight: when outputs come, what an ended request keeps, and what breaks while a step is on its way."""
 
+import ctypes
 import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -39,6 +41,7 @@ from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.overlap import engine_core
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
 from m6_multimodal_pd.overlap.launcher import ForwardOutput
+from m6_multimodal_pd.overlap.native_thread import NativeThread
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, greedy, runner_of, setting
 from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
 from tests.m6_multimodal_pd.test_speculation import make_drafting as make_drafting
@@ -586,6 +589,30 @@ def test_engines_are_closed_at_any_moment_and_end_their_thread(real_launcher: No
 
 
 @native
+def test_the_memory_that_a_call_writes_outlives_it_also_where_close_is_interrupted(
+    real_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = native_engine(True)
+    engine.add_request("a long story", greedy(40))
+    engine.step()
+    launcher: Any = engine.engine_core.launcher
+    memory, alive, close = weakref.ref(runner_of(engine).kv), [], launcher.close
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def closing() -> None:
+        alive.append(memory() is not None)
+        close()
+
+    monkeypatch.setattr(launcher, "wait", interrupted)
+    monkeypatch.setattr(launcher, "close", closing)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert alive == [True]
+
+
+@native
 def test_an_engine_that_nobody_closes_ends_its_thread(real_launcher: None) -> None:
     engine = native_engine(True)
     engine.add_request("a long story", greedy(40))
@@ -651,6 +678,33 @@ def test_the_thread_leaves_nothing_out_that_a_user_has_put_around_a_forward(real
                 model.head = lambda hidden: -head(hidden)  # noqa: B023
             said.append(engine.generate("a long story", greedy(8)))
     assert said[0].error is None and said[0].token_ids == said[1].token_ids
+
+
+class Sleeping:
+    """The native library, with a call that takes 0.2 s; after its launch Ctrl-C comes, before Python has its number."""
+
+    def __init__(self, library: Any) -> None:
+        self.library, self.usleep = library, ctypes.CDLL(None).usleep
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.library, name)
+
+    def thread_launch(self, *call: Any) -> int:
+        self.library.thread_launch(*call)
+        raise KeyboardInterrupt
+
+
+@native
+def test_a_call_whose_launch_was_interrupted_is_waited_for() -> None:
+    """It reads memory that is freed then."""
+    thread = NativeThread()
+    library: Any = thread._library
+    thread._library = Sleeping(library)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        thread.launch("usleep", 200_000)
+    thread._library = library
+    assert thread.wait() > 0.19
+    thread.close()
 
 
 # --- where steps do not overlap ---------------------------------------------------------------------------------------

@@ -34,8 +34,9 @@ class StepThread {
         return number;
     }
 
-    // Waits until a call has ended. Returns its duration in seconds, if it is one of the last two.
+    // Waits until a call has ended; 0: all. Returns its duration in seconds, if it is one of the last two.
     double wait(long number) {
+        if (!number) number = launched_.load(std::memory_order_relaxed);
         wait_for(done_, number);
         return tasks_[number % DEPTH].seconds;
     }
