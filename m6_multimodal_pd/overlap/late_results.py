@@ -192,9 +192,7 @@ class LateResults:
 
     # --- between the verbs --------------------------------------------------------------------------------------------
 
-    def expect(
-        self, step: Step, scheduled: ScheduleBatch | None, newest_tokens: Callable[[np.ndarray], Tensor]
-    ) -> None:
+    def expect(self, step: Step, scheduled: ScheduleBatch, newest_tokens: Callable[[np.ndarray], Tensor]) -> None:
         """Count the tokens of a decode step in the living rows before it has arrived: one for each of its requests.
 
         `newest_tokens`: of some rows, as the device has them.
