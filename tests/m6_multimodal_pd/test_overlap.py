@@ -4,6 +4,7 @@ import ctypes
 import gc
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from random import Random
@@ -680,14 +681,18 @@ def test_the_thread_leaves_nothing_out_that_a_user_has_put_around_a_forward(real
     assert said[0].error is None and said[0].token_ids == said[1].token_ids
 
 
-class Sleeping:
-    """The native library, with a call that takes 0.2 s; after its launch Ctrl-C comes, before Python has its number."""
+class Slow:
+    """The native library, with a call that takes as many microseconds as its argument is large."""
 
     def __init__(self, library: Any) -> None:
         self.library, self.usleep = library, ctypes.CDLL(None).usleep
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.library, name)
+
+
+class Interrupted(Slow):
+    """After a launch Ctrl-C comes, before Python has the number of the call."""
 
     def thread_launch(self, *call: Any) -> int:
         self.library.thread_launch(*call)
@@ -697,14 +702,37 @@ class Sleeping:
 @native
 def test_a_call_whose_launch_was_interrupted_is_waited_for() -> None:
     """It reads memory that is freed then."""
-    thread = NativeThread()
-    library: Any = thread._library
-    thread._library = Sleeping(library)  # type: ignore[assignment]
+    thread: Any = NativeThread()
+    thread._library = Interrupted(thread._library)
     with pytest.raises(KeyboardInterrupt):
         thread.launch("usleep", 200_000)
-    thread._library = library
     assert thread.wait() > 0.19
     thread.close()
+
+
+@native
+def test_a_step_on_the_host_begins_when_those_on_the_thread_have_ended(
+    real_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share the memory of all steps, and give it its newest tokens."""
+    with native_engine(True, max_num_batched_tokens=1000) as engine:
+        engine.add_request("a long story", greedy(40))
+        engine.step()
+        engine.step()
+        launcher: Any = engine.engine_core.launcher
+        thread, compute, waited = launcher.thread, launcher._compute, list[float]()
+        monkeypatch.setattr(thread, "_library", Slow(thread._library))
+
+        def noted(launched: ForwardOutput) -> None:
+            waited.append(time.perf_counter() - began)
+            compute(launched)
+
+        monkeypatch.setattr(launcher, "_compute", noted)
+        began = time.perf_counter()
+        thread.launch("usleep", 200_000)
+        engine.add_request([7] * 600, greedy(2))  # more than the one call takes
+        engine.step()
+        assert len(waited) == 1 and waited[0] > 0.19
 
 
 # --- where steps do not overlap ---------------------------------------------------------------------------------------
