@@ -270,6 +270,16 @@ def test_parameters_of_rows_that_stay_are_copied_to_the_device_once(
     assert counts[0] == counts[1] == 1
 
 
+def test_the_log_probabilities_of_a_prompt_in_pieces_are_all_there(make_engine: MakeEngine) -> None:
+    found = []
+    for overlap in (False, True):
+        engine = make_engine(**setting(8, 16, tokens=FEW, enable_overlap=overlap))
+        ask(engine, SamplingParams(max_tokens=3, prompt_logprobs=1), a=list(range(100, 150)))
+        *_, last = calls(engine)
+        found.append(last["a"].prompt_logprobs)
+    assert found[0] == found[1] and len(found[0]) == 50
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_as_many_drafts_are_accepted_as_in_the_normal_loop(make_drafting: Any, page_size: int) -> None:
     """So the draft model reads the KV of the right tokens, also where drafts before them were wrong."""
@@ -352,6 +362,22 @@ def test_an_error_while_a_step_is_scheduled_ends_all_in_the_step_that_was_in_fli
     assert all(output.error is None for outputs in calls(engine) for output in outputs.values())
     done = [step for step, _ in records.of(StepDone)]
     assert done == list(range(1, engine.stats().num_steps + 1))
+    check_flushed(engine)
+
+
+def test_an_ended_request_in_flight_is_forgotten_when_all_end_with_an_error(make_engine: MakeEngine) -> None:
+    stop = wanted(make_engine)["a"].token_ids[2]
+    engine = overlapped(make_engine)
+    ask(engine, SamplingParams(max_tokens=6, stop_token_ids=[stop]))
+    core = engine.engine_core
+    while not core.late.ended:
+        engine.step()
+    scheduler = core.scheduler
+    scheduler.composer, composer = None, scheduler.composer
+    assert all(isinstance(output.error, PartError) for output in engine.step().values())
+    scheduler.composer = composer
+    ask(engine)
+    assert all(output.error is None for outputs in calls(engine) for output in outputs.values())
     check_flushed(engine)
 
 
@@ -664,13 +690,20 @@ class OwnModel(Decoder):
         return -super().forward(*step)
 
 
+class OwnChoice(Sampler):
+    def choose(self, logits: Any, metadata: Any) -> Any:
+        return super().choose(-logits, metadata)
+
+
+OWN: dict[str, dict[str, Any]] = {"runner": {"model_runner": OwnForward}, "choice": {"sampler": OwnChoice}}
+
+
 @native
-@pytest.mark.parametrize("part", ["runner", "model", "head"])
+@pytest.mark.parametrize("part", ["runner", "choice", "model", "head"])
 def test_the_thread_leaves_nothing_out_that_a_user_has_put_around_a_forward(real_launcher: None, part: str) -> None:
     said = []
     for overlap in (False, True):
-        parts = {"model_runner": OwnForward} if part == "runner" else {}
-        with native_engine(overlap, parts=parts) as engine:
+        with native_engine(overlap, parts=OWN.get(part)) as engine:
             model: Any = runner_of(engine).model
             if part == "model":
                 model.__class__ = OwnModel
