@@ -160,8 +160,6 @@ class Launcher:
         try:
             self.worker.run(part, launched)
         except Exception as error:
-            if self.thread is not None:
-                self.thread.wait()  # it may still read what is dropped now
             traceback.clear_frames(error.__traceback__)  # they hold tensors of the forward
             launched.output, launched.error = None, error
 
