@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError, shown
-from m1_single_request.sampling_metadata import SamplingMetadata
+from m1_single_request.sampling_metadata import SamplingMetadata, sent
 from m1_single_request.sampling_params import SamplingParams
 
 LARGEST = torch.finfo(torch.float32).max  # two infinite logits would make the softmax undefined
@@ -145,7 +145,7 @@ def asked_logprobs(logits: Tensor, tokens: Tensor, metadata: SamplingMetadata) -
     asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
     if not asked:
         return ()
-    index = torch.tensor(asked, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
+    index = sent(torch.tensor(asked), logits.device)
     possible = tokens[index].clamp(max=logits.shape[-1] - 1)
     return logprob_columns(logits[index], possible, max(k for k in metadata.num_logprobs if k is not None))
 

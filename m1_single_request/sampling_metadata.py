@@ -92,6 +92,16 @@ def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
     return repetition, params.frequency_penalty, params.presence_penalty
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on the device; on a CPU it is the same one.
+
+    To a GPU it is copied from pinned memory: a copy from other memory waits until the GPU has done all earlier work.
+    """
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def bias_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
     """Return the bias to add to the logits, float32 `[rows, vocab]`; None if no row has one.
 
@@ -105,7 +115,7 @@ def bias_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) 
         for token_id, value in (row.params.logit_bias or {}).items():
             bias[i, token_id] = value
         bias[i, list(blocked[i])] = -torch.inf
-    return bias.to(device)
+    return sent(bias, device)
 
 
 def seen_by(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor:
@@ -114,7 +124,7 @@ def seen_by(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) 
     for i, row in enumerate(rows):
         if row.params.has_penalties:
             seen[i, torch.tensor([*row.prompt_token_ids, *row.output_token_ids])] = True
-    return seen.to(device)
+    return sent(seen, device)
 
 
 def output_counts_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor:
@@ -123,4 +133,4 @@ def output_counts_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch
     for i, row in enumerate(rows):
         if row.params.has_penalties and row.output_token_ids:
             counts[i] = torch.bincount(torch.tensor(row.output_token_ids), minlength=vocab_size)
-    return counts.to(device)
+    return sent(counts, device)

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from m1_single_request.sampling_metadata import sent
+
 
 @dataclass(frozen=True)
 class AttentionMetadata:
@@ -75,15 +77,8 @@ class AttentionMetadata:
 
 
 def on_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Return an array as a tensor on the device. On a CPU it is no copy, and takes a third of `torch.as_tensor`.
-
-    To a GPU it is copied from pinned memory: a copy from other memory waits until the GPU has done all earlier work.
-    """
-    if isinstance(array, np.ndarray):
-        array = torch.from_numpy(array)
-    if device.type == "cuda" and not array.is_cuda:
-        array = array.pin_memory()
-    return array.to(device, non_blocking=True)
+    """Return an array as a tensor on the device. On a CPU it is no copy, and takes a third of `torch.as_tensor`."""
+    return sent(torch.from_numpy(array) if isinstance(array, np.ndarray) else array, device)
 
 
 def columns_on_device(columns: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:

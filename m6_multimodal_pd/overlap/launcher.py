@@ -93,6 +93,10 @@ class Launcher:
         """`queues`: whether the host only queues work on the device."""
         self.thread = NativeThread() if isinstance(self.runner.kv.step, NativeStep) else None
         self.row_sampler = self.runner.rejection_sampler.one_each
+        # Trace events read logits. On the stream of the steps they would wait for the one that is queued behind.
+        self._reads: Any = None
+        if self.is_cuda:
+            self._reads = torch.cuda.Stream(self.runner.device)  # type: ignore[no-untyped-call]
         self._memory: list[Any] = []  # what the last two calls of the thread read and write, whoever drops them
 
     def obstacle(self) -> str | None:
@@ -131,7 +135,10 @@ class Launcher:
         launched.forward_batch = launched.hidden = launched.choice = None
 
     def newest_tokens(self, rows: np.ndarray) -> Tensor:
-        """Return the tokens of these rows on the device, as of the last launch."""
+        """Return the tokens of these rows on the device, as of the last launch.
+
+        On a CPU the thread may be writing them: what it chooses are tokens of plain rows, which nothing counts.
+        """
         return self.future_map.on_device[on_device(rows, self.runner.device)]
 
     def result(self, launched: ForwardOutput) -> ModelRunnerOutput:
@@ -264,7 +271,8 @@ class Launcher:
         if launched.choice is None:
             output = self.runner.sample(batch, launched.forward_batch, launched.hidden, launched.drafts)
         else:
-            rows = launched.choice.read(self.row_sampler, batch.rids, batch.sampling_info)
+            with torch.cuda.stream(self._reads):
+                rows = launched.choice.read(self.row_sampler, batch.rids, batch.sampling_info)
             output = ModelRunnerOutput(
                 rows.req_ids,
                 rows.token_ids,
