@@ -94,6 +94,7 @@ READING = {
     "m6_multimodal_pd-overlap": (
         ("graph_runner.py", "captured steps: buckets, padding, inputs that never move"),
         ("overlap/engine_core.py", "the loop with one step in flight; lay m4's file beside it"),
+        ("overlap/launched_step.py", "what a launched step is"),
         ("overlap/late_results.py", "the two verbs of a scheduler, for results that come late"),
         ("overlap/launcher.py", "a step that nobody waits for, and its result"),
         ("overlap/choice.py", "tokens that the device chooses"),

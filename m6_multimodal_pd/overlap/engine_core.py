@@ -32,7 +32,8 @@ from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
 from m6_multimodal_pd.engine_core import EngineCore
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
-from m6_multimodal_pd.overlap.late_results import LateResults, Step
+from m6_multimodal_pd.overlap.late_results import LateResults
+from m6_multimodal_pd.overlap.launched_step import LaunchedStep
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 
 
@@ -59,7 +60,7 @@ BOOKED = StepRecord()
 class InFlight(NamedTuple):
     """A launched step: for the scheduler, on the device, and for the totals."""
 
-    step: Step
+    step: LaunchedStep
     forward: ForwardOutput
     record: StepRecord
 

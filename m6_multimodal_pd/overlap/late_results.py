@@ -11,7 +11,7 @@ SGLang: `process_batch_result` in `event_loop_overlap`; vLLM: `num_output_placeh
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -35,63 +35,16 @@ from m5_chunked_prefill_spec.schedule_batch import Run, ScheduleBatch
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m6_multimodal_pd.disaggregation.first_token import FirstTokenOnly
 from m6_multimodal_pd.overlap.future_map import FutureMap
+from m6_multimodal_pd.overlap.launched_step import LaunchedStep
 from m6_multimodal_pd.request import Req as VisionReq
 
 PLACEHOLDER = -1
 
 
-class EndedId(str):
-    """Id of a request that has ended, in a step that still runs it. It equals no other: a new request may have the same
-    text."""
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __ne__(self, other: object) -> bool:
-        return self is not other
-
-
-@dataclass(eq=False)
-class Step:
-    """A scheduled step, as it was when it was launched; the living batch goes on."""
-
-    number: int
-    batch: ScheduleBatch
-    is_expected: bool = False
-    """Whether its tokens are counted before it has arrived (`LateResults.expect`)."""
-
-    def num_tokens(self, place: int) -> int:
-        """Return the largest number of tokens that a request may get: none for a piece of its prompt."""
-        batch = self.batch
-        if batch.reqs[place] is batch.chunked_req:
-            return 0
-        return 1 + len(batch.drafts[place]) if batch.drafts else 1
-
-    def rows(self) -> list[tuple[int, Req, int]]:
-        """Return each unfinished request that still has its row: its place in the batch, and its number of tokens with
-        KV after the step."""
-        ends = self.batch.seq_lens.tolist()
-        return [
-            (place, req, ends[place])
-            for place, req in enumerate(self.batch.reqs)
-            if req.req_pool_idx is not None and not req.is_finished
-        ]
-
-    def end(self, req: Req) -> bool:
-        """Drop what the step computes of a request that has ended; return whether it was in it."""
-        if req not in self.batch.reqs:
-            return False
-        place = self.batch.reqs.index(req)
-        self.batch.rids[place] = EndedId(req.rid)  # also in what was launched, which has the same list
-        return True
-
-
 class BehindPrompts:
     """The policy, for which a step in flight completes its prompts in the step that is scheduled."""
 
-    def __init__(self, policy: Any, in_flight: Step) -> None:
+    def __init__(self, policy: Any, in_flight: LaunchedStep) -> None:
         self.policy, batch = policy, in_flight.batch
         prompts = [req for place, req, _ in in_flight.rows() if place < batch.num_prompts]
         self.prompts = [req for req in prompts if req is not batch.chunked_req]
@@ -117,7 +70,7 @@ class LateResults:
 
     # --- schedule -----------------------------------------------------------------------------------------------------
 
-    def schedule(self, in_flight: Step | None) -> ScheduleBatch | None:
+    def schedule(self, in_flight: LaunchedStep | None) -> ScheduleBatch | None:
         """Choose the batch of the next step, before the result of the one in flight is known; None if there is nothing
         to launch."""
         scheduler = self.scheduler
@@ -145,23 +98,23 @@ class LateResults:
             self._marked_early[req.rid], req.to_finish = req.to_finish, None
             del self.scheduler.marked[req.rid]
 
-    def _batch_event(self, batch: ScheduleBatch, in_flight: Step | None) -> Batch:
+    def _batch_event(self, batch: ScheduleBatch, in_flight: LaunchedStep | None) -> Batch:
         """Return the event of a batch. A request that ends with the step in flight waits for nothing."""
         event = self.scheduler.batch_event.of(batch, self.scheduler)
         assert isinstance(event, Batch)
         ending = sum(self._ends_with(in_flight, req) for req in self.scheduler.running)
         return replace(event, num_running=event.num_running - ending)
 
-    def launched(self, number: int, batch: ScheduleBatch) -> Step:
+    def launched(self, number: int, batch: ScheduleBatch) -> LaunchedStep:
         """Return the step of a batch, and let the batch go on with placeholders for its tokens."""
-        step = Step(number, copy.copy(batch))
+        step = LaunchedStep(number, copy.copy(batch))
         batch.output_ids = FutureMap.placeholders(batch.req_pool_indices)
         scheduler = self.scheduler
         scheduler.last_batch = None if batch is scheduler.running_batch else batch  # it joins the running batch next
         return step
 
     @contextmanager
-    def _as_if_arrived(self, in_flight: Step | None) -> Iterator[None]:
+    def _as_if_arrived(self, in_flight: LaunchedStep | None) -> Iterator[None]:
         """In the block, the requests of a step are as if each had got its KV and its tokens, for all of its drafts.
 
         Only its prompts are not in the cache yet, so requests that begin alike wait for them.
@@ -192,7 +145,9 @@ class LateResults:
 
     # --- between the verbs --------------------------------------------------------------------------------------------
 
-    def expect(self, step: Step, scheduled: ScheduleBatch, newest_tokens: Callable[[np.ndarray], Tensor]) -> None:
+    def expect(
+        self, step: LaunchedStep, scheduled: ScheduleBatch, newest_tokens: Callable[[np.ndarray], Tensor]
+    ) -> None:
         """Count the tokens of a decode step in the living rows before it has arrived: one for each of its requests.
 
         `newest_tokens`: of some rows, as the device has them.
@@ -210,7 +165,7 @@ class LateResults:
         batches = {id(batch): batch for batch in (scheduler.running_batch, scheduler.last_batch, scheduled) if batch}
         return [(each, each.sampling_info) for each in batches.values() if each.reqs and each.sampling_info is not None]
 
-    def arrived(self, step: Step, output: ModelRunnerOutput | None, scheduled: ScheduleBatch | None) -> None:
+    def arrived(self, step: LaunchedStep, output: ModelRunnerOutput | None, scheduled: ScheduleBatch | None) -> None:
         """Add the tokens of a step to the living rows, and its prompts to the cache, before the next step is launched:
         so no page that it reads can be freed as a duplicate."""
         if output is None or step.is_expected:
@@ -253,7 +208,9 @@ class LateResults:
 
     # --- update -------------------------------------------------------------------------------------------------------
 
-    def update(self, step: Step | None, output: ModelRunnerOutput | None, ahead: Step | None) -> list[Req]:
+    def update(
+        self, step: LaunchedStep | None, output: ModelRunnerOutput | None, ahead: LaunchedStep | None
+    ) -> list[Req]:
         """Book a step: append tokens, end finished requests. Return the changed requests.
 
         `ahead`: the step that is in flight now. `output` is None if the step failed.
@@ -285,14 +242,14 @@ class LateResults:
             scheduler.tracer.emit(Audit.of, scheduler, lambda running, pools: pages_of([*running, *self.ended], pools))
         return changed
 
-    def nothing_follows(self, step: Step) -> bool:
+    def nothing_follows(self, step: LaunchedStep) -> bool:
         """Return whether no request can be launched after this step, whatever its result is."""
         scheduler = self.scheduler
         if scheduler.waiting_queue:
             return False
         return all(req.to_finish is not None or self._ends_with(step, req) for req in scheduler.running)
 
-    def check_invariants(self, in_flight: Step | None) -> None:
+    def check_invariants(self, in_flight: LaunchedStep | None) -> None:
         """Raise AssertionError if requests and memory contradict each other, between two calls."""
         scheduler = self.scheduler
         with_rows = [req for req in scheduler.requests.values() if req.req_pool_idx is not None]
@@ -304,7 +261,7 @@ class LateResults:
             assert req.key.token_ids(len(req.origin_input_ids), len(req.key)) == list(req.output_ids), req.rid
         assert in_flight is not None or not self.ended
 
-    def _ends_with(self, step: Step | None, req: Req) -> bool:
+    def _ends_with(self, step: LaunchedStep | None, req: Req) -> bool:
         """Return whether a token of this step ends a request by its length. A stop checker of the user's may have other
         rules; then no end is foreseen."""
         num_tokens = len(req.output_ids) + 1
@@ -320,7 +277,7 @@ class LateResults:
         max_tokens, max_len = req.sampling_params.max_tokens, stop_checker.max_model_len
         return num_tokens >= min(max_tokens, max_len - len(req.origin_input_ids))
 
-    def _commit(self, step: Step, output: ModelRunnerOutput) -> list[Req]:
+    def _commit(self, step: LaunchedStep, output: ModelRunnerOutput) -> list[Req]:
         """Give the requests of a step their tokens. Return those with a new one."""
         batch, updater = step.batch, self.scheduler.updater
         places = {rid: place for place, rid in enumerate(batch.rids)}
