@@ -490,6 +490,23 @@ def test_an_event_may_have_a_bar_on_a_lane_of_its_own(tmp_path: Path) -> None:
     assert sorted(lanes.values()) == ["disk", "disk", "engine"], "a request may have its name"
 
 
+def test_a_bar_begins_when_the_one_before_it_on_its_lane_has_ended(tmp_path: Path) -> None:
+    records = [
+        record(Begun(), step=3, at=10.0),
+        record(Begun(), step=4, at=10.001),
+        record(Lasted(lane="disk", ms=5.0), step=3, at=10.006),
+        record(Begun(), step=5, at=10.007),
+        record(Lasted(lane="disk", ms=4.0), step=4, at=10.02),
+        record(Lasted(lane="tape", ms=3.0), step=5, at=10.02),
+    ]
+    entries, lanes = chrome(tmp_path / "t.json", records)
+    bars = [(lanes[e["tid"]], e["ts"] / 1e6, e["dur"]) for e in entries if e["ph"] == "X"]
+    assert [(lane, pytest.approx(begin, abs=1e-8)) for lane, begin, _ in bars] == [
+        ("disk", 10.0), ("disk", 10.005), ("tape", 10.007),
+    ]  # fmt: skip
+    assert [duration for _, _, duration in bars] == pytest.approx([5000, 4000, 3000])
+
+
 def test_a_step_that_was_interrupted_leaves_no_bar_in_the_next(tmp_path: Path) -> None:
     entries, lanes = chrome(tmp_path / "t.json", [record(MIXED), record(STEP, step=4)])
     assert not [entry for entry in entries if entry["ph"] == "X" and lanes[entry["tid"]] != "engine"]
