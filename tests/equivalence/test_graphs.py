@@ -30,7 +30,7 @@ CASES = [
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("variant", "model"), CASES)
-def test_greedy_answers_are_those_of_transformers(
+def test_answers_in_graphs_are_those_of_transformers(
     variant: Variant,
     model: str,
     references: Callable[[str], tuple[list[Prompt], list[Reference]]],
