@@ -7,6 +7,7 @@ that of a step `native/whole_step.h`.
 
 import ctypes
 
+from m1_single_request.errors import EngineDeadError
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.native_library import N, P
 from m3_paged_attention.attention.native_step import CLinear, CStep
@@ -38,26 +39,28 @@ class NativeThread:
         library.thread_wait.argtypes = [ctypes.c_void_p, ctypes.c_long]
         library.thread_wait.restype = ctypes.c_double
         library.thread_stop.argtypes = [ctypes.c_void_p]
-        self._thread: int | None = library.thread_start()
+        self._thread: int = library.thread_start()
+        self.is_closed = False
 
     def launch(self, function: str, argument: int) -> int:
         """Start a C function of one pointer, behind those that are running; return the number of the call.
 
-        `argument`: an address. With two others that have not ended, it waits for the first.
+        `argument`: an address. With two others that have not ended, it waits for the first. Raises `EngineDeadError`
+        after `close`: a daemon thread may use the engine when Python ends, and closes it.
         """
+        if self.is_closed:
+            raise EngineDeadError("the engine was closed while it was in use")
         address = ctypes.cast(getattr(self._library, function), ctypes.c_void_p)
         number: int = self._library.thread_launch(self._thread, address, argument)
         return number
 
     def wait(self, number: int | None = None) -> float:
-        """Wait until a call has ended; None: all. Return its duration in seconds. After `close` there is none."""
-        if self._thread is None:
-            return 0.0
+        """Wait until a call has ended; None: all. Return its duration in seconds."""
         seconds: float = self._library.thread_wait(self._thread, number or 0)
         return seconds
 
     def close(self) -> None:
         """Wait for all calls, and end the thread."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._library.thread_stop(thread)
+        is_closed, self.is_closed = self.is_closed, True
+        if not is_closed:
+            self._library.thread_stop(self._thread)

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -612,7 +613,7 @@ def test_engines_are_closed_at_any_moment_and_end_their_thread(real_launcher: No
         thread = engine.engine_core.launcher.thread
         engine.close()
         engine.close()
-        assert thread._thread is None and thread.wait() == 0 and held(engine) == 0
+        assert thread.is_closed and thread.wait() == 0 and held(engine) == 0
 
 
 @native
@@ -645,10 +646,10 @@ def test_an_engine_that_nobody_closes_ends_its_thread(real_launcher: None) -> No
     engine.add_request("a long story", greedy(40))
     engine.step()
     thread = engine.engine_core.launcher.thread
-    assert engine.engine_core.in_flight is not None and thread._thread is not None
+    assert engine.engine_core.in_flight is not None and not thread.is_closed
     del engine
     gc.collect()
-    assert thread._thread is None
+    assert thread.is_closed
 
 
 @native
@@ -741,6 +742,23 @@ def test_a_call_whose_launch_was_interrupted_is_waited_for() -> None:
         thread.launch("usleep", 200_000)
     assert thread.wait() > 0.19
     thread.close()
+
+
+@native
+def test_a_thread_that_is_closed_while_another_one_uses_it_ends_its_calls_first() -> None:
+    """When Python ends, for example, and a daemon thread still steps."""
+    thread: Any = NativeThread()
+    thread._library = Slow(thread._library)
+    number, began = thread.launch("usleep", 200_000), time.perf_counter()
+    closing = threading.Thread(target=thread.close)
+    closing.start()
+    while not thread.is_closed:
+        time.sleep(0.001)
+    assert thread.wait(number) > 0.19 and time.perf_counter() - began > 0.19
+    with pytest.raises(EngineDeadError):
+        thread.launch("usleep", 0)
+    closing.join()
+    assert thread.wait() == 0
 
 
 @native

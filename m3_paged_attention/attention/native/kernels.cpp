@@ -71,5 +71,5 @@ long thread_launch(StepThread* thread, StepThread::Call call, const void* argume
     return thread->launch(call, argument);
 }
 double thread_wait(StepThread* thread, long number) { return thread->wait(number); }
-void thread_stop(StepThread* thread) { delete thread; }
+void thread_stop(StepThread* thread) { thread->stop(); }
 }

@@ -20,14 +20,18 @@ class StepThread {
 
     StepThread() : thread_([this] { run(); }) {}
 
-    ~StepThread() {
+    // Ends the thread. The object stays: another thread may be in a call of it, for example when Python ends.
+    void stop() {
         launch(nullptr, nullptr);
         thread_.join();
     }
 
-    // Returns the number of the call. Waits while there are two others.
+    // Returns the number of the call. Waits while there are two others. Does nothing after `stop`.
     long launch(Call call, const void* argument) {
+        std::lock_guard<std::mutex> lock(launch_);
         const long number = launched_.load(std::memory_order_relaxed) + 1;
+        if (has_ended_) return number - 1;
+        has_ended_ = !call;
         wait_for(done_, number - DEPTH);
         tasks_[number % DEPTH] = {call, argument, 0};
         set(launched_, number);
@@ -55,7 +59,7 @@ class StepThread {
         for (long number = 1;; number++) {
             wait_for(launched_, number);
             Task& task = tasks_[number % DEPTH];
-            if (!task.call) break;
+            if (!task.call) return set(done_, number);
             const auto began = Clock::now();
             task.call(task.argument);
             task.seconds = std::chrono::duration<double>(Clock::now() - began).count();
@@ -82,7 +86,8 @@ class StepThread {
 
     Task tasks_[DEPTH] = {};
     std::atomic<long> launched_{0}, done_{0};
-    std::mutex mutex_;
+    bool has_ended_ = false;
+    std::mutex launch_, mutex_;
     std::condition_variable changed_;
     std::thread thread_;  // last, so that it starts when the others are there
 };
