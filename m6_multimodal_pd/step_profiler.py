@@ -6,6 +6,7 @@ cost. SGLang: `SchedulerProfilerMixin`; vLLM: `VLLM_TORCH_PROFILER_DIR` and `sta
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,8 @@ class StepProfiler:
     def __init__(self) -> None:
         self._profile: Any = None
         self._folder = Path()
+        self.settle: Callable[[], None] = lambda: None
+        """Waits for the step in flight, in an engine whose steps overlap: a recording has whole steps."""
 
     def start(self, folder: str) -> None:
         """Start recording. Raises `ConfigError` for a folder that cannot be written, `EngineUsageError` during a
@@ -36,6 +39,7 @@ class StepProfiler:
         except (OSError, ValueError) as error:  # it cannot be created, or the name is invalid
             why = getattr(error, "strerror", None) or error
             raise ConfigError(f"profiles cannot be written to {shown_path(folder)}: {why}") from error
+        self.settle()
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -48,6 +52,7 @@ class StepProfiler:
         if it cannot be written; then it is lost."""
         if self._profile is None:
             raise EngineUsageError("no profile is being recorded: start_profile() begins one")
+        self.settle()
         profile, self._profile, StepProfiler._recording = self._profile, None, None
         profile.stop()
         path = self._folder / f"steps-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.json"

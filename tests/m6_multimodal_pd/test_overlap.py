@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -42,7 +43,7 @@ from m6_multimodal_pd.engine_core import EngineCore
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.overlap import engine_core
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
-from m6_multimodal_pd.overlap.launcher import ForwardOutput
+from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from m6_multimodal_pd.overlap.native_thread import NativeThread
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, greedy, runner_of, setting
 from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
@@ -650,6 +651,27 @@ def test_an_engine_that_nobody_closes_ends_its_thread(real_launcher: None) -> No
     del engine
     gc.collect()
     assert thread.is_closed
+
+
+@native
+def test_a_profile_begins_and_ends_when_no_step_is_in_flight(
+    real_launcher: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, wait = list[Any](), Launcher.wait
+    monkeypatch.setattr(Launcher, "wait", lambda launcher: waits.append(wait(launcher)))
+    with native_engine(True) as engine:
+        expected = engine.generate("a long story", greedy(9)).token_ids
+        rid = engine.add_request("a long story", greedy(9))
+        outputs = engine.step() | engine.step()
+        waits.clear()
+        engine.start_profile(tmp_path)
+        assert len(waits) == 1
+        outputs |= engine.step()
+        (file,) = engine.stop_profile()
+        assert len(waits) == 2 and file.is_file()
+        while engine.has_unfinished_requests():
+            outputs |= engine.step()
+        assert outputs[rid].token_ids == expected
 
 
 @native
