@@ -101,7 +101,6 @@ READING = {
         ("overlap/future_map.py", "placeholders for tokens that are not known"),
         ("overlap/native_thread.py", "the device of a CPU"),
         ("overlap/events.py", "launched, arrived, and why steps do not overlap"),
-        ("config.py", "when steps are captured, and when they overlap"),
     ),
 }
 """By lesson or part of a lesson: path in the package, and what the file shows."""
