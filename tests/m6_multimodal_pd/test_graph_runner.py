@@ -190,13 +190,6 @@ def test_longer_rows_and_larger_batches_run_eagerly(pair: Pair, new: dict[str, i
 
 
 @static_only
-def test_steps_over_another_kv_memory_run_eagerly(pair: Pair) -> None:
-    before = pair.num_replays()
-    pair.eager.step({"a": [1]})
-    assert pair.num_replays() == before
-
-
-@static_only
 def test_a_layer_that_is_replaced_is_called(pair: Pair) -> None:
     """A hook, for example; where it is removed, the graphs are used again."""
     layers: list[Any] = pair.loaded.model.layers
