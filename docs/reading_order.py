@@ -99,6 +99,7 @@ READING = {
         ("overlap/launcher.py", "a step that nobody waits for, and its result"),
         ("overlap/choice.py", "tokens that the device chooses"),
         ("overlap/future_map.py", "placeholders for tokens that are not known"),
+        ("overlap/whole_step.py", "a step for the thread, with the choice of its tokens"),
         ("overlap/native_thread.py", "the device of a CPU"),
         ("overlap/events.py", "launched, arrived, and why steps do not overlap"),
     ),

@@ -62,7 +62,8 @@ class Sampler:
         """Choose one token per row of `logits` `[rows, vocab]`, of any float type. Does not modify `logits`."""
         logits = logits.float()
         tokens = self.choose(logits, metadata)
-        return sampler_output(tokens, asked_logprobs(logits, tokens, metadata), metadata, logits.shape[-1])
+        columns = asked_logprobs(logits, tokens, metadata) if metadata.num_logprobs else ()
+        return sampler_output(tokens, columns, metadata, logits.shape[-1])
 
     def choose(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """Return one token id per row of float32 `logits` `[rows, vocab]`; `vocab` where no token is possible."""
@@ -141,21 +142,21 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def asked_logprobs(logits: Tensor, tokens: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, ...]:
-    """Return the columns of `logprob_columns` for the rows that ask for log-probabilities; none if no row does."""
-    asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
-    if not asked:
-        return ()
-    index = sent(torch.tensor(asked), logits.device)
+    """Return the columns of `logprob_columns` for the rows that ask for log-probabilities, one or more."""
+    assert metadata.num_logprobs is not None
+    asked = {i: k for i, k in enumerate(metadata.num_logprobs) if k is not None}
+    index = sent(torch.tensor(list(asked)), logits.device)
     possible = tokens[index].clamp(max=logits.shape[-1] - 1)
-    return logprob_columns(logits[index], possible, max(k for k in metadata.num_logprobs if k is not None))
+    return logprob_columns(logits[index], possible, max(asked.values()))
 
 
 def sampler_output(
     tokens: Tensor, columns: tuple[Tensor, ...], metadata: SamplingMetadata, vocab_size: int
 ) -> SamplerOutput:
-    """Read the chosen tokens `[rows]`, as of `choose`, and the `columns` of `asked_logprobs`: waits for the device."""
+    """Read the chosen tokens `[rows]`, as of `choose`, and the `columns` of `asked_logprobs`, if a row asks for them:
+    waits for the device."""
     logprobs: list[LogprobRow | None] = [None] * len(tokens)
-    if columns:
+    if metadata.num_logprobs is not None:
         asked = [(i, k) for i, k in enumerate(metadata.num_logprobs) if k is not None]
         for (i, k), row in zip(asked, logprob_rows(columns), strict=True):
             logprobs[i] = LogprobRow(row.token_ids[: k + 1], row.logprobs[: k + 1], row.ranks[: k + 1])

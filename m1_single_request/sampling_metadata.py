@@ -45,7 +45,7 @@ class SamplingMetadata:
     penalties: tuple[Tensor, Tensor, Tensor] | None  # repetition, frequency, presence
     seen: Tensor | None  # bool [rows, vocab]: in prompt or output; only rows with penalties
     output_counts: Tensor | None  # float32 [rows, vocab]: occurrences in the output; only rows with penalties
-    num_logprobs: tuple[int | None, ...]
+    num_logprobs: tuple[int | None, ...] | None  # None if no row asks for log-probabilities
 
     @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], *, vocab_size: int, device: torch.device) -> "SamplingMetadata":
@@ -74,7 +74,7 @@ class SamplingMetadata:
             penalties=penalties,
             seen=seen_by(rows, vocab_size, device) if has_penalties else None,
             output_counts=output_counts_of(rows, vocab_size, device) if has_penalties else None,
-            num_logprobs=tuple([p.logprobs for p in params]),
+            num_logprobs=num_logprobs_of(params),
         )
 
 
@@ -84,6 +84,12 @@ def choice_of(params: SamplingParams, vocab_size: int) -> tuple[float, float, in
         return 1.0, 0.0, vocab_size, 1.0
     top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
     return min(params.temperature, MAX_TEMPERATURE), params.min_p, top_k, params.top_p
+
+
+def num_logprobs_of(params: Sequence[SamplingParams]) -> tuple[int | None, ...] | None:
+    """Return the number of log-probabilities that each row asks for; None if no row does."""
+    asked = tuple([p.logprobs for p in params])
+    return asked if any([k is not None for k in asked]) else None
 
 
 def penalties_of(params: SamplingParams) -> tuple[float, float, float]:

@@ -18,7 +18,7 @@ from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import Request
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.executor import GPUExecutor, checked, end_with_sampling
+from m3_paged_attention.executor import GPUExecutor, accepted, checked
 from m3_paged_attention.kv_events import BlocksUsed
 from m3_paged_attention.outputs import EngineStats, ModelRunnerOutput
 from m3_paged_attention.parallel_sampling import RequestFamilies
@@ -112,10 +112,7 @@ class EngineCore(EngineCoreBase):
         output = self.executor.execute_model(scheduler_output)
         self._record.lap("execute")
         output = checked(output, dict.fromkeys(scheduler_output.num_scheduled_tokens, 1))
-        for request_id, error in output.errors.items():
-            self._fail([request_id], error)
-        end_with_sampling(self._record, output.sample_seconds)
-        return output
+        return accepted(output, self._record, self._fail)
 
     def _add_to_totals(self, record: StepRecord) -> None:
         super()._add_to_totals(record)

@@ -7,7 +7,7 @@ data, so the workers could be in any process. The user may replace executor, wor
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,11 +57,19 @@ class GPUExecutor:
         self.worker.shutdown()
 
 
-def end_with_sampling(record: StepRecord, seconds: float) -> None:
-    """Count the last `seconds` of a step's last lap as the time of the sampler, which the runner has measured."""
+def accepted(
+    output: ModelRunnerOutput, record: StepRecord, fail: Callable[[list[str], Exception], None]
+) -> ModelRunnerOutput:
+    """Return a checked output, whose errors end their requests by `fail` of the engine core.
+
+    The last `sample_seconds` of the step's last lap become the time of the sampler, which the runner has measured.
+    """
+    for request_id, error in output.errors.items():
+        fail([request_id], error)
     phase, began, ended = record.laps.pop()
-    between = max(began, ended - seconds)
+    between = max(began, ended - output.sample_seconds)
     record.laps += [Phase(phase, began, between), Phase("sample", between, ended)]
+    return output
 
 
 def checked(output: Any, expected: Mapping[str, int]) -> ModelRunnerOutput:

@@ -105,7 +105,7 @@ def plain_metadata(num_rows: int, device: torch.device) -> SamplingMetadata:
         penalties=None,
         seen=None,
         output_counts=None,
-        num_logprobs=(None,) * num_rows,
+        num_logprobs=None,
     )
 
 
@@ -128,10 +128,11 @@ class RowSampler:
 
     def __call__(self, req_ids: Sequence[str], batch: SamplingBatch, logits: Tensor) -> SampledRows:
         """Sample the next token of each row of float32 `logits` `[rows, vocab]`; `req_ids` are the rows' requests."""
-        logits, is_broken = without_broken_rows(logits)
+        is_broken = None
+        if not logits.is_cpu or not math.isfinite(logits.sum()):
+            logits, is_broken = without_broken_rows(logits)
         metadata = batch.metadata()
-        chosen = self.sampler(logits, metadata)
-        return self.rows(req_ids, batch, logits, metadata, chosen, rows_where(is_broken))
+        return self.rows(req_ids, batch, logits, metadata, self.sampler(logits, metadata), is_broken)
 
     def rows(
         self,
@@ -140,10 +141,14 @@ class RowSampler:
         logits: Tensor,
         metadata: SamplingMetadata,
         chosen: SamplerOutput,
-        broken: Sequence[int],
+        is_broken: Tensor | None,
     ) -> SampledRows:
-        """Return the sampled tokens by request; `broken`: the rows whose logits are not finite."""
-        errors = {req_ids[i]: not_finite(req_ids[i]) for i in broken}
+        """Return the sampled tokens by request; `is_broken`: bool `[rows]`, the rows whose logits are not finite."""
+        errors = {}
+        if is_broken is not None:
+            errors = {
+                req_id: not_finite(req_id) for req_id, flag in zip(req_ids, is_broken.tolist(), strict=True) if flag
+            }
         for i in chosen.impossible_rows:
             errors.setdefault(req_ids[i], impossible_row(req_ids[i]))
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in errors]
@@ -157,21 +162,13 @@ class RowSampler:
         )
 
 
-def without_broken_rows(logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Replace the rows of `logits` `[rows, vocab]` with NaN or infinity by zeros, and return which rows they are.
+def without_broken_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace the rows of `logits` `[rows, vocab]` with NaN or infinity by zeros; return also which they are, bool.
 
-    The second is bool `[rows]`, or None if there are none. A CPU computes the sum first, which takes less time. A GPU
-    does not: to read a sum now would wait for the whole forward, and delay the launch of the sampler.
+    It does not wait for a GPU. For logits on a CPU it takes less time to compute their sum first.
     """
-    if logits.is_cpu and math.isfinite(logits.sum()):
-        return logits, None
     is_broken = ~logits.isfinite().all(dim=-1)
     return logits.masked_fill(is_broken[:, None], 0.0), is_broken
-
-
-def rows_where(flags: Tensor | None) -> list[int]:
-    """Return the indices of the true flags. Call it once the tokens are on the host: it waits for the device."""
-    return [] if flags is None else [row for row, flag in enumerate(flags.tolist()) if flag]
 
 
 def prompt_logprobs(

@@ -5,9 +5,8 @@ and the rest of the device's share becomes KV blocks. vLLM: `determine_available
 `v1/worker/gpu_worker.py`; SGLang: `profile_max_num_token`.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -16,8 +15,6 @@ from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec, Memor
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.step_threads import StepThreads
 
-ResultT = TypeVar("ResultT")
-
 
 class GPUWorker:
     """Runs steps on its device; makes no scheduling decision."""
@@ -25,16 +22,17 @@ class GPUWorker:
     def __init__(self, *, model_runner: Any, step_threads: StepThreads | None = None) -> None:
         """`step_threads`: limits the CPU threads of each step; None does not change them."""
         self.model_runner = model_runner
-        self._step_threads = step_threads or nullcontext()
+        self.step_threads = step_threads or nullcontext()
         self.device = model_runner.device
-        self._on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        # Triton runs a kernel on the current device, not on the device of its arguments.
+        self.on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @torch.inference_mode()
     def measure_memory(self, num_tokens: int) -> MemoryProfile:
         """Measure the GPU memory of a step of `num_tokens` new tokens. Raises `ConfigError` if it does not fit."""
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            with self._on_device:
+            with self.on_device:
                 kv_bytes = self.model_runner.profile_run(num_tokens)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -57,13 +55,8 @@ class GPUWorker:
 
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
         """Run a step, described in the format of the model runner; return its tokens."""
-        return self.run(self.model_runner.execute_model, decision)
-
-    def run(self, call: Callable[[Any], ResultT], argument: Any) -> ResultT:
-        """Return `call(argument)`, run on the device with the threads of a step."""
-        # Triton runs a kernel on the current device, not on the device of its arguments.
-        with torch.inference_mode(), self._on_device, self._step_threads:
-            return call(argument)
+        with torch.inference_mode(), self.on_device, self.step_threads:
+            return self.model_runner.execute_model(decision)
 
     def free_request(self, request_id: str) -> None:
         """Remove the state of a request; does nothing for an unknown id."""

@@ -16,7 +16,7 @@ from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
 from m1_single_request.request import FinishAbort
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.executor import GPUExecutor, checked, end_with_sampling
+from m3_paged_attention.executor import GPUExecutor, accepted, checked
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.parallel_sampling import RequestFamilies
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
@@ -102,17 +102,11 @@ class EngineCore(EngineCoreBase):
         return self.scheduler.stats(vars(super().stats()) | self._counters)
 
     def _execute(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
-        """Run a batch, and check its output."""
+        """Run a batch; a request without a token in the output ends with its error."""
         self._record.request_ids = batch.rids
         self._record.num_tokens = len(batch.input_ids)
         self._record.num_prompt_tokens = batch.num_prompt_tokens
         output = self.executor.execute_model(batch)
         self._record.lap("execute")
-        return self._accept(checked(output, dict(zip(batch.rids, batch.sample_lens, strict=True))))
-
-    def _accept(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Mark the requests without a token in a checked output: they end with their errors."""
-        for request_id, error in output.errors.items():
-            self._fail([request_id], error)
-        end_with_sampling(self._record, output.sample_seconds)
-        return output
+        output = checked(output, dict(zip(batch.rids, batch.sample_lens, strict=True)))
+        return accepted(output, self._record, self._fail)

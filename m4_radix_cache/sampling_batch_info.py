@@ -21,6 +21,7 @@ from m1_single_request.sampling_metadata import (
     SamplingRow,
     bias_of,
     choice_of,
+    num_logprobs_of,
     output_counts_of,
     penalties_of,
     seen_by,
@@ -54,7 +55,7 @@ def numbers_of(params: SequenceOf[SamplingParams], vocab_size: int) -> np.ndarra
 def metadata_of(
     numbers: np.ndarray,
     *,
-    num_logprobs: tuple[int | None, ...],
+    num_logprobs: tuple[int | None, ...] | None,
     vocab_size: int,
     device: torch.device,
     uniforms: Tensor | None,
@@ -106,8 +107,8 @@ class SamplingBatchInfo:
     output_counts: Tensor | None  # float32; likewise
     is_plain: bool = field(init=False)
     """Whether all rows are plain; then only the positions are updated."""
-    _newest: list[SamplingMetadata] = field(init=False, default_factory=list)
-    """The last `metadata`, also that of a shallow copy; empty: the rows have changed since."""
+    newest: SamplingMetadata | None = field(init=False, default=None)
+    """The last `metadata`; None: the rows have changed since."""
 
     def __post_init__(self) -> None:
         self.is_plain = bool(self.plain.all())
@@ -153,12 +154,12 @@ class SamplingBatchInfo:
         draws = None
         if not self.numbers["greedy"].all():
             draws = on_device(uniforms(self.seeds, self.positions.tolist()), self.device)
-        if self._newest:
-            self._newest[0] = replace(self._newest[0], uniforms=draws, bias=self.bias)  # the rest is as it was
-            return self._newest[0]
-        found = metadata_of(
+        if self.newest is not None:
+            self.newest = replace(self.newest, uniforms=draws, bias=self.bias)  # the rest is as it was
+            return self.newest
+        self.newest = metadata_of(
             self.numbers,
-            num_logprobs=tuple(p.logprobs for p in self.params),
+            num_logprobs=num_logprobs_of(self.params),
             vocab_size=self.vocab_size,
             device=self.device,
             uniforms=draws,
@@ -166,8 +167,7 @@ class SamplingBatchInfo:
             seen=self.seen,
             output_counts=self.output_counts,
         )
-        self._newest.append(found)
-        return found
+        return self.newest
 
     def advance(self, token_ids: SequenceOf[int] | np.ndarray | Tensor, counts: np.ndarray | int) -> None:
         """Add the newest tokens to the rows, in place.
@@ -225,7 +225,7 @@ class SamplingBatchInfo:
 
     def _rows_changed(self) -> None:
         self.is_plain = bool(self.plain.all())
-        self._newest = []
+        self.newest = None
 
     def _allow_stops(self, bias: Tensor, before: np.ndarray) -> None:
         """Allow stop ids again in rows that have reached their min_tokens since `before`; their logit_bias stays."""

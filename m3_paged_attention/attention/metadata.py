@@ -78,7 +78,8 @@ class AttentionMetadata:
 
 def on_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """Return an array as a tensor on the device. On a CPU it is no copy, and takes a third of `torch.as_tensor`."""
-    return sent(torch.from_numpy(array) if isinstance(array, np.ndarray) else array, device)
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+    return tensor if device.type == "cpu" else sent(tensor, device)
 
 
 def columns_on_device(columns: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:

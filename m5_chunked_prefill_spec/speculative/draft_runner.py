@@ -179,7 +179,7 @@ def without_penalties(numbers: np.ndarray, logits: Tensor) -> SamplingMetadata:
     plain["penalised"] = False
     return metadata_of(
         plain,
-        num_logprobs=(None,) * len(plain),
+        num_logprobs=None,
         vocab_size=logits.shape[-1],
         device=logits.device,
         uniforms=None,

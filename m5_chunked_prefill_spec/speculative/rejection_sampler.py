@@ -36,7 +36,7 @@ from m1_single_request.sampler import (
 )
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.row_sampler import RowSampler, SampledRows, rows_where, without_broken_rows
+from m3_paged_attention.row_sampler import RowSampler, SampledRows, without_broken_rows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
@@ -73,7 +73,7 @@ class RejectionSampler:
         logits, is_broken = without_broken_rows(logits)
         metadata = metadata_of_rows(info, sample_lens, draft_token_ids)
         chosen = self.sampler(logits, metadata)
-        broken = rows_where(is_broken)
+        broken = is_broken.tolist()
         if drafts is not None and drafts.probs is not None:
             chosen = self._reject(info, logits, metadata, sample_lens, drafts, chosen)
         sampled = SampledRows([], [], [], {})
@@ -99,15 +99,15 @@ class RejectionSampler:
         chosen: SamplerOutput,
         first: int,
         drafts: list[int],
-        broken: list[int],
+        broken: list[bool],
         errors: dict[str, ForwardError],
     ) -> list[int]:
         """Return the tokens of one request, whose rows begin at `first`; none, and an error, if a row is unusable."""
         run: list[int] = []
         for offset in range(len(drafts) + 1):
             row = first + offset
-            if row in broken or row in chosen.impossible_rows:
-                errors[req_id] = not_finite(req_id) if row in broken else impossible_row(req_id)
+            if broken[row] or row in chosen.impossible_rows:
+                errors[req_id] = not_finite(req_id) if broken[row] else impossible_row(req_id)
                 return []
             run.append(chosen.token_ids[row])
             if offset < len(drafts) and run[-1] != drafts[offset]:
@@ -137,8 +137,7 @@ class RejectionSampler:
         for row, token_id in zip(drawn.rows, verified, strict=True):
             token_ids[row] = token_id
         changed = [row for row in drawn.rows if token_ids[row] != chosen.token_ids[row]]
-        asked = [row for row in changed if metadata.num_logprobs[row] is not None]
-        logprobs = _with_logprobs(logits, metadata, token_ids, asked, chosen)
+        logprobs = _with_logprobs(logits, metadata, token_ids, changed, chosen)
         return replace(chosen, token_ids=tuple(token_ids), logprobs=logprobs)
 
 
@@ -196,13 +195,12 @@ def _with_logprobs(
     chosen: SamplerOutput,
 ) -> tuple[LogprobRow | None, ...]:
     """Return the log-probabilities of `chosen`; those of `rows` are computed again, for their replaced tokens."""
-    found = list(chosen.logprobs)
+    found, asked = list(chosen.logprobs), metadata.num_logprobs
     for row in rows:
-        (found[row],) = gather_logprobs(
-            logits[row : row + 1],
-            torch.tensor([token_ids[row]], device=logits.device),
-            metadata.num_logprobs[row] or 0,
-        )
+        num_best = None if asked is None else asked[row]
+        if num_best is not None:
+            token = torch.tensor([token_ids[row]], device=logits.device)
+            (found[row],) = gather_logprobs(logits[row : row + 1], token, num_best)
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from m1_single_request.draws import uniforms
-from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow, bias_of
+from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow, bias_of, num_logprobs_of
 from m3_paged_attention.attention.metadata import on_device
 from m3_paged_attention.row_sampler import plain_metadata
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo, metadata_of
@@ -35,7 +35,7 @@ def metadata_of_rows(
     seen, output_counts = _history(info, index, numbers, owners, offsets, drafts)
     return metadata_of(
         numbers,
-        num_logprobs=tuple(info.params[i].logprobs for i in owners),
+        num_logprobs=num_logprobs_of([info.params[i] for i in owners]),
         vocab_size=info.vocab_size,
         device=info.device,
         uniforms=draws,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from m1_single_request.sampler import Sampler, asked_logprobs, sampler_output
 from m1_single_request.sampling_metadata import SamplingMetadata
-from m3_paged_attention.row_sampler import RowSampler, SampledRows, rows_where, without_broken_rows
+from m3_paged_attention.row_sampler import RowSampler, SampledRows, without_broken_rows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 
 
@@ -38,14 +38,13 @@ class Choice:
         logits, is_broken = without_broken_rows(logits)
         metadata = info.metadata()
         tokens = sampler.choose(logits, metadata)
-        columns = asked_logprobs(logits, tokens, metadata)
+        columns = asked_logprobs(logits, tokens, metadata) if metadata.num_logprobs else ()
         on_host = tuple(column.to("cpu", non_blocking=True) for column in columns)
-        broken = None if is_broken is None else is_broken.to("cpu", non_blocking=True)
+        broken = is_broken.to("cpu", non_blocking=True)
         choice = cls(logits, metadata, tokens.to("cpu", non_blocking=True), broken, on_host)
         return choice, tokens.clamp(0, logits.shape[-1] - 1)
 
     def read(self, sampler: RowSampler, rids: Sequence[str], info: SamplingBatchInfo) -> SampledRows:
         """Return the tokens by request, when the step has ended."""
         chosen = sampler_output(self.tokens, self.logprobs, self.metadata, self.logits.shape[-1])
-        broken = rows_where(self.is_broken)
-        return sampler.rows(rids, info, self.logits, self.metadata, chosen, broken)
+        return sampler.rows(rids, info, self.logits, self.metadata, chosen, self.is_broken)

@@ -21,7 +21,7 @@ import torch
 from m1_single_request.engine_core import StepRecord
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import BaseFinishReason
-from m3_paged_attention.executor import GPUExecutor
+from m3_paged_attention.executor import GPUExecutor, accepted
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.worker import GPUWorker
 from m4_radix_cache.model_worker_batch import ForwardMode
@@ -45,7 +45,7 @@ def obstacle(executor: Any, scheduler: Any) -> str | None:
     for role, part, usual, methods in (
         ("scheduler", scheduler, Scheduler, ("schedule", "update_from_output", "process_batch_result")),
         ("executor", executor, GPUExecutor, ("execute_model",)),
-        ("worker", worker, GPUWorker, ("execute_model", "run")),
+        ("worker", worker, GPUWorker, ("execute_model",)),
         ("model_runner", getattr(worker, "model_runner", None), ModelRunner, ("execute_model",)),
     ):
         if any(getattr(type(part), name, None) is not getattr(usual, name) for name in methods):
@@ -131,6 +131,8 @@ class OverlapEngineCore(EngineCore):
         if before is not None and behind is not None:
             self.late.expect(before.step, batch, self.launcher.newest_tokens)
         work: Any = batch.get_model_worker_batch()
+        if work.sampling_info.newest is None:
+            work.sampling_info.metadata()  # on the device once, for all copies
         work = replace(work, sampling_info=copy.copy(work.sampling_info))
         record.request_ids, record.num_tokens = work.rids, len(work.input_ids)
         record.num_prompt_tokens = work.num_prompt_tokens
@@ -170,7 +172,7 @@ class OverlapEngineCore(EngineCore):
         self._record = StepRecord()  # of an error that comes now
 
     def _accept_result(self, arrived: InFlight) -> ModelRunnerOutput:
-        return self._accept(self.launcher.result(arrived.forward))
+        return accepted(self.launcher.result(arrived.forward), self._record, self._fail)
 
     def _add_to_totals(self, record: StepRecord) -> None:
         """Do nothing for a step that is in the totals."""

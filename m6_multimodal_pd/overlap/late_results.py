@@ -299,8 +299,6 @@ class LateResults:
                 sampled = SampledTokens(tuple(run.token_ids), tuple(run.logprobs), of_prompt)
                 if not num_new_kv or not commit_run_simply(updater, req, run.token_ids):
                     updater.commit(req, sampled, num_new_kv=num_new_kv)
-                if req.req_pool_idx is None:
-                    req.kv_committed_len = 0
         chunked = batch.chunked_req
         if chunked is not None and (piece := output.prompt_logprobs.get(chunked.rid)) is not None:
             chunked.sequence.add_prompt_logprobs(piece)

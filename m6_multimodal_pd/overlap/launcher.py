@@ -21,29 +21,21 @@ from torch import Tensor
 
 from m1_single_request.sampler import Sampler
 from m3_paged_attention.attention.metadata import on_device
-from m3_paged_attention.attention.native_backend import NativeLinear
-from m3_paged_attention.attention.native_library import PRECISIONS
-from m3_paged_attention.attention.native_step import CLinear, CStep, NativeStep
+from m3_paged_attention.attention.native_step import NativeStep
 from m3_paged_attention.executor import checked
-from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.row_sampler import plain_metadata
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
-from m6_multimodal_pd.forward_batch import ForwardBatch as VisionBatch
-from m6_multimodal_pd.model_runner import ModelRunner as VisionRunner
-from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from m6_multimodal_pd.overlap.choice import Choice
 from m6_multimodal_pd.overlap.future_map import FutureMap
-from m6_multimodal_pd.overlap.native_thread import CWholeStep, NativeThread
+from m6_multimodal_pd.overlap.native_thread import NativeThread
+from m6_multimodal_pd.overlap.whole_step import OWN_PART, WholeStep, takes, why_host
 
 PROMPTS = "its prompts join the prefix cache first"
 """A page of theirs may be freed then, because the cache has the same."""
-FORWARDS = Decoder.forward, Qwen3VLDecoder.forward
-PRECISION = {getattr(torch, name): name for name in PRECISIONS}
 
 
 @dataclass(eq=False)
@@ -89,15 +81,14 @@ class Launcher:
         """`worker`: of the executor. `num_rows`: of the pool of rows."""
         self.worker, self.runner = worker, worker.model_runner
         self.future_map = FutureMap(num_rows, self.runner.device)
-        self.is_cuda = self.queues = self.runner.device.type == "cuda"
-        """`queues`: whether the host only queues work on the device."""
+        self.is_cuda = self.runner.device.type == "cuda"
         self.thread = NativeThread() if isinstance(self.runner.kv.step, NativeStep) else None
         self.row_sampler = self.runner.rejection_sampler.one_each
         # Trace events read logits. On the stream of the steps they would wait for the one that is queued behind.
         self._reads: Any = None
         if self.is_cuda:
             self._reads = torch.cuda.Stream(self.runner.device)  # type: ignore[no-untyped-call]
-        self._memory: list[Any] = []  # what the last two calls of the thread read and write, whoever drops them
+        self._on_thread: list[WholeStep] = []  # the last two, whose memory it reads and writes, whoever drops them
 
     def obstacle(self) -> str | None:
         """Return why a forward has ended when `launch` returns, or None."""
@@ -154,18 +145,20 @@ class Launcher:
             torch.cuda.synchronize(self.runner.device)
         elif self.thread is not None:
             self.thread.wait()
-            self._memory = []
+            self._on_thread = []
 
     def close(self) -> None:
         """Wait, and end the thread."""
         if self.thread is not None:
             self.thread.close()
-            self._memory = []
+            self._on_thread = []
 
     def _run(self, part: Callable[[ForwardOutput], None], launched: ForwardOutput) -> None:
-        """Run a part of a step; its error is that of the step."""
+        """Run a part of a step, as the worker runs whole steps; its error is that of the step."""
+        worker = self.worker
         try:
-            self.worker.run(part, launched)
+            with torch.inference_mode(), worker.on_device, worker.step_threads:
+                part(launched)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold tensors of the forward
             launched.output, launched.error = None, error
@@ -182,25 +175,19 @@ class Launcher:
             and type(runner.rejection_sampler).__call__ is RejectionSampler.__call__
             and type(sampler).__call__ is Sampler.__call__
         ):
-            return "a part of the user's chooses its tokens"
+            return OWN_PART
         return None
 
     def _start(self, launched: ForwardOutput) -> None:
         batch, step = self._prepare(launched), self.runner.kv.step
-        if self.thread is not None and isinstance(step, NativeStep) and self._is_one_call(batch, step):
+        if self.thread is not None and isinstance(step, NativeStep) and takes(self.runner, step, batch):
             self._start_on_thread(self.thread, step, launched)
             return
         if self.thread is not None:
             self.thread.wait()
-        if not self.queues and launched.why_host is None:
+        if not self.is_cuda and launched.why_host is None:
             launched.why_host = "it ran on the host"
         self._compute(launched)
-
-    def _is_one_call(self, batch: ForwardBatch, step: NativeStep) -> bool:
-        """Return whether `step` computes all of a forward: it has no images, and runner and model add nothing."""
-        is_text = not isinstance(batch, VisionBatch) or batch.visual is None
-        is_usual = type(self.runner).forward is VisionRunner.forward and type(self.runner.model).forward in FORWARDS
-        return is_text and is_usual and step.takes(batch.attn_metadata)
 
     def _prepare(self, launched: ForwardOutput) -> ForwardBatch:
         """Run the draft model, if there is one, and copy the step to the device."""
@@ -220,37 +207,18 @@ class Launcher:
             info, sampler = launched.batch.sampling_info, self.row_sampler.sampler
             launched.choice, tokens = Choice.queued(sampler, info, runner.model.compute_logits(hidden))
             self.future_map.on_device[on_device(launched.batch.req_pool_indices, tokens.device)] = tokens
-        launched.is_async, launched.times = self.queues, (began, self._clock())
+        launched.is_async, launched.times = self.is_cuda, (began, self._clock())
 
     def _start_on_thread(self, thread: NativeThread, step: NativeStep, launched: ForwardOutput) -> None:
         """Launch a prepared step on the thread, with the choice of its tokens if they are the best ones."""
-        runner, batch, work = self.runner, launched.forward_batch, launched.batch
-        assert batch is not None
-        model, newest = runner.model, self.future_map.on_device
-        launched.hidden = step.fill(batch.input_ids, batch.positions, batch.attn_metadata)
-        whole = CWholeStep(
-            step=CStep.from_buffer_copy(step.table), input_ids=batch.input_ids.data_ptr(), newest=newest.data_ptr()
-        )
-        if launched.why_host is None and not (
-            work.sampling_info.is_plain
-            and type(self.row_sampler.sampler).choose is Sampler.choose
-            and type(model).compute_logits is Decoder.compute_logits
-            and type(model.head) is NativeLinear
-        ):
-            launched.why_host = "on a CPU the host chooses tokens that are not simply the best ones"
-        rows = None
+        batch, sampler = launched.batch, self.row_sampler.sampler
         if launched.why_host is None:
-            head, count = model.head, len(work.rids)
-            rows = torch.from_numpy(work.req_pool_indices)
-            tokens = torch.empty(count, dtype=torch.int64)
-            logits = torch.empty(count, head.out_features, dtype=model.dtype)
-            whole.head = CLinear(head.packed.data_ptr(), None if head.bias is None else head.bias.data_ptr())
-            whole.vocab_size, whole.rows = head.out_features, rows.data_ptr()
-            whole.tokens, whole.logits = tokens.data_ptr(), logits.data_ptr()
-            launched.choice = Choice(logits, plain_metadata(count, tokens.device), tokens, None)
-        self._memory = [*self._memory[-1:], (whole, runner.kv, step, batch, launched.hidden, launched.choice, rows)]
-        launched.is_async = True
-        launched.call = thread.launch(f"run_step_{PRECISION[model.dtype]}", ctypes.addressof(whole))
+            launched.why_host = why_host(self.runner.model, sampler, batch.sampling_info)
+        rows = batch.req_pool_indices if launched.why_host is None else None
+        whole = WholeStep.filled(self.runner, step, launched.forward_batch, self.future_map.on_device, rows)
+        self._on_thread = [*self._on_thread[-1:], whole]
+        launched.hidden, launched.choice, launched.is_async = whole.hidden, whole.choice, True
+        launched.call = thread.launch(whole.function, ctypes.addressof(whole.table))
 
     def _read(self, launched: ForwardOutput) -> None:
         began = time.perf_counter()

@@ -9,23 +9,6 @@ import ctypes
 
 from m1_single_request.errors import EngineDeadError
 from m3_paged_attention.attention import native_library
-from m3_paged_attention.attention.native_library import N, P
-from m3_paged_attention.attention.native_step import CLinear, CStep
-
-
-class CWholeStep(ctypes.Structure):
-    """`WholeStep` of whole_step.h, with its fields in its order."""
-
-    _fields_ = (
-        ("step", CStep),
-        ("input_ids", P),
-        ("newest", P),
-        ("head", CLinear),
-        ("vocab_size", N),
-        ("rows", P),
-        ("tokens", P),
-        ("logits", P),
-    )
 
 
 class NativeThread:

@@ -21,7 +21,7 @@ from m3_paged_attention.attention.native_step import CLinear, CStep
 from m3_paged_attention.row_sampler import RowSampler
 from m6_multimodal_pd.overlap.choice import Choice
 from m6_multimodal_pd.overlap.future_map import FutureMap
-from m6_multimodal_pd.overlap.native_thread import CWholeStep
+from m6_multimodal_pd.overlap.whole_step import CWholeStep
 from tests.m5_chunked_prefill_spec.guesses import VOCAB, info_of, row_of
 from tests.m5_chunked_prefill_spec.test_waits import KINDS, READS, OnDevice, log as log, logits_of
 

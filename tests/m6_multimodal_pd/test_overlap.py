@@ -19,10 +19,12 @@ from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
 from m1_single_request.events import StepDone
 from m1_single_request.output_events import Sampled
 from m1_single_request.sampler import Sampler
+from m1_single_request.stop_checker import StopChecker, StopVerdict
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.models.decoder import Decoder
 from m4_radix_cache import sampling_batch_info
+from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m5_chunked_prefill_spec.events import Batch
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m6_multimodal_pd import (
@@ -45,6 +47,7 @@ from m6_multimodal_pd.overlap import engine_core
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from m6_multimodal_pd.overlap.native_thread import NativeThread
+from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, greedy, runner_of, setting
 from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
 from tests.m6_multimodal_pd.test_speculation import make_drafting as make_drafting
@@ -282,6 +285,20 @@ def test_the_log_probabilities_of_a_prompt_in_pieces_are_all_there(make_engine: 
     assert found[0] == found[1] and len(found[0]) == 50
 
 
+def test_those_of_a_prompt_that_is_retracted_behind_its_last_piece_are_there_once(make_engine: MakeEngine) -> None:
+    found = []
+    for parts in ({}, {"scheduler": ForcedRetractionInPieces}):
+        engine = make_engine(parts, **setting(8, 16, tokens=FEW, enable_overlap=bool(parts)))
+        ask(engine, greedy(30), b=PROMPTS["b"])
+        for number in range(9):
+            prompt = list(range(100 + number, 117 + 3 * number))
+            ask(engine, SamplingParams(max_tokens=4, prompt_logprobs=1, temperature=0), **{f"a{number}": prompt})
+        last = {rid: output for outputs in calls(engine) for rid, output in outputs.items()}
+        found.append({rid: output.prompt_logprobs for rid, output in last.items()})
+    assert engine.stats().num_retractions > 5
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_as_many_drafts_are_accepted_as_in_the_normal_loop(make_drafting: Any, page_size: int) -> None:
     """So the draft model reads the KV of the right tokens, also where drafts before them were wrong."""
@@ -309,6 +326,39 @@ def test_no_request_that_ends_is_said_to_wait(make_engine: MakeEngine) -> None:
     list(calls(engine))
     batches = [event for _, event in records.of(Batch)]
     assert [event.num_running for event in batches] == [2, 2, 2, 1, 1, 1]
+
+
+def test_each_request_that_leaves_is_said_once_and_an_idle_engine_expects_nothing_of_it(
+    make_engine: MakeEngine,
+) -> None:
+    engine, records = overlapped(make_engine), Records()
+    engine.tracer.attach(records)
+    for number, (rid, prompt) in enumerate(PROMPTS.items()):
+        ask(engine, greedy(3 + number), **{rid: prompt})
+    ask(engine, greedy(9), d=[7, 7])
+    list(calls(engine))
+    left = [rid for _, event in records.of(Batch) for rid in event.left]
+    assert left == ["a", "b", "c"]
+    assert engine.engine_core.scheduler.new_token_ratio.value == NewTokenRatio().value
+
+
+class OneTokenMore(StopChecker):
+    """Lets a request have one token more than it asked for."""
+
+    def check(self, sequence: Any, new_token_ids: Any) -> StopVerdict:
+        verdict = super().check(sequence, new_token_ids)
+        is_over = len(sequence.output_token_ids) + len(new_token_ids) > sequence.sampling_params.max_tokens
+        return verdict if is_over else StopVerdict(len(new_token_ids))
+
+
+def test_a_stop_checker_of_ones_own_decides_where_a_request_ends(make_engine: MakeEngine) -> None:
+    found = []
+    for overlap in (False, True):
+        engine = make_engine({"stop_checker": OneTokenMore}, **setting(8, tokens=FEW, enable_overlap=overlap))
+        ask(engine, greedy(3), a=PROMPTS["a"])
+        ask(engine, greedy(6), b=PROMPTS["b"])
+        found.append({rid: output.token_ids for outputs in calls(engine) for rid, output in outputs.items()})
+    assert found[0] == found[1] and [len(found[1][rid]) for rid in "ab"] == [4, 7]
 
 
 def test_a_request_that_outgrows_the_memory_gets_its_token_in_flight_first(make_engine: MakeEngine) -> None:
@@ -735,6 +785,26 @@ def test_the_thread_leaves_nothing_out_that_a_user_has_put_around_a_forward(real
                 model.head = lambda hidden: -head(hidden)  # noqa: B023
             said.append(engine.generate("a long story", greedy(8)))
     assert said[0].error is None and said[0].token_ids == said[1].token_ids
+
+
+@native
+@pytest.mark.parametrize(
+    ("params", "parts", "reason"),
+    [
+        (greedy(9), None, None),
+        (greedy(9, logprobs=1), None, "on a CPU the host chooses tokens that are not simply the best ones"),
+        (greedy(9), OWN["choice"], "a part of the user's chooses its tokens"),
+    ],
+)
+def test_the_trace_says_why_the_host_chooses_the_tokens(
+    real_launcher: None, params: Any, parts: Any, reason: Any
+) -> None:
+    records = Records()
+    with native_engine(True, records, parts=parts) as engine:
+        engine.generate("a long story", params)
+    first, second, *decodes = (event.waited_for for _, event in records.of(StepLaunched))
+    assert first is None and second == "its prompts join the prefix cache first"
+    assert len(decodes) == 7 and set(decodes) == {reason}
 
 
 class Slow:

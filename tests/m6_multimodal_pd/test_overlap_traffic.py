@@ -67,7 +67,7 @@ class LateLauncher(Launcher):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.queues, self.pending, self.real_thread = True, list[ForwardOutput](), self.thread
+        self.pending: list[ForwardOutput] = []
 
     def obstacle(self) -> str | None:
         return None
@@ -77,14 +77,12 @@ class LateLauncher(Launcher):
         return super().newest_tokens(rows)
 
     def _start(self, launched: ForwardOutput) -> None:
-        is_on_thread = self.real_thread is not None and self.rng.random() < self.on_thread
-        if is_on_thread:
+        if self.thread is not None and self.rng.random() < self.on_thread:
             self.compute_until(None)
-        self.thread = self.real_thread if is_on_thread else None
-        try:
             super()._start(launched)
-        finally:
-            self.thread = self.real_thread
+        else:
+            self._prepare(launched)
+            self._compute(launched)
 
     def _compute(self, launched: ForwardOutput) -> None:
         self.pending.append(launched)
@@ -99,9 +97,11 @@ class LateLauncher(Launcher):
     def compute_until(self, launched: ForwardOutput | None) -> None:
         """Compute the queued steps in their order, up to this one; None: all."""
         while self.pending and (launched is None or launched in self.pending):
-            if self.real_thread is not None:
-                self.real_thread.wait()
-            super()._compute(self.pending.pop(0))
+            if self.thread is not None:
+                self.thread.wait()
+            step = self.pending.pop(0)
+            super()._compute(step)
+            step.is_async = True
 
 
 def check_same(ask: Ask, normal: Any, overlapped: Any, tokens: int) -> None:
