@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from typing import Any, Self
@@ -16,6 +17,8 @@ from benchmarks import HERE, BenchmarkError, Row
 
 SPIN = "print(flush=True)\nwhile True: pass"
 CLOSE_S = 10.0
+SETTLE_S = 0.25
+"""Longer than the period in which an engine looks how many cores are free (m3's `StepThreads`)."""
 
 
 class SideProcess:
@@ -93,6 +96,18 @@ class Measured:
             self.engine = build(milestone, parts=parts_from(parts) if parts else None, **settings)
         self.beside_busy = beside_busy
 
+    def settle(self) -> None:
+        """Run the engine for a moment, if it has threads to choose from. While it waited the other side used the cores,
+        which are free now."""
+        import torch
+
+        from benchmarks.serving import request_params
+        from benchmarks.workloads import Request
+
+        began, params = time.perf_counter(), request_params(self.engine, Request([], max_tokens=4))
+        while torch.get_num_threads() > 1 and time.perf_counter() - began < SETTLE_S:
+            self.engine.generate([1, 2, 3], params)
+
     def measure(self, workload: Row) -> Row:
         """Answer a workload once; `drawn`: its arguments, or the arguments of `named`. `times`: number of runs."""
         from benchmarks import workloads
@@ -105,6 +120,7 @@ class Measured:
         try:
             if other is not None and other.stdout is not None:
                 other.stdout.readline()  # it runs now
+            self.settle()
             with LoadMeter() as meter:
                 served = [serve(self.engine, work) for _ in range(times)]
         finally:

@@ -5,9 +5,12 @@ import math
 import re
 
 import pytest
+import torch
 
+from benchmarks import side as side_module
 from benchmarks.__main__ import main
 from benchmarks.metrics import METRICS, Goal, compared, goodput, measured
+from benchmarks.side import Measured
 from benchmarks.timing import interval, t_quantile
 
 SMALL = ["--rounds", "2", "--requests", "3", "--threads", "1", "--device", "cpu"]
@@ -198,3 +201,18 @@ def test_the_interval_is_wider_where_the_rounds_differ_and_the_same_every_time()
     assert math.prod(loose["interval"]) and loose["interval"][1] / loose["interval"][0] > 2
     assert steady["interval"][1] / steady["interval"][0] < 1.1
     assert loose == compared(METRICS["tokens/s"], [1.0, 4.0, 1.0, 4.0], [1.0, 1.0, 1.0, 1.0])
+
+
+def test_a_side_that_has_waited_runs_before_it_is_measured(monkeypatch):
+    """Its engine looks which cores are free: while it waited, the other side used them."""
+    sampled = []
+    side = Measured("m2", {"model": {"device": "cpu"}})
+    monkeypatch.setattr(side_module, "SETTLE_S", 0.01)
+    work = {"drawn": {"number": 1, "prompts": (4, 4), "outputs": (2, 2), "seed": 1}}
+    with side.engine as engine:
+        for threads in (1, 2):
+            monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # noqa: B023
+            before = engine.stats().num_output_tokens
+            counted = side.measure(dict(work))["counts"]["num_output_tokens"]
+            sampled.append(engine.stats().num_output_tokens - before - counted)
+    assert counted == 2 and sampled[0] == 0 and sampled[1] >= 4
