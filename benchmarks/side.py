@@ -145,6 +145,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path.insert(0, sys.argv[1])  # the milestones come from there; `benchmarks` is imported already
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.argv[1], os.environ["PYTHONPATH"]])  # also those of its engines
     measured: Measured | None = None
     for line in sys.stdin:
         try:

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from benchmarks import side as side_module
+from benchmarks import BenchmarkError, side as side_module
 from benchmarks.__main__ import main
 from benchmarks.metrics import METRICS, Goal, compared, goodput, measured
-from benchmarks.side import Measured
+from benchmarks.side import Measured, SideProcess
 from benchmarks.timing import interval, t_quantile
 
 SMALL = ["--rounds", "2", "--requests", "3", "--threads", "1", "--device", "cpu"]
@@ -216,3 +216,17 @@ def test_a_side_that_has_waited_runs_before_it_is_measured(monkeypatch):
             counted = side.measure(dict(work))["counts"]["num_output_tokens"]
             sampled.append(engine.stats().num_output_tokens - before - counted)
     assert counted == 2 and sampled[0] == 0 and sampled[1] >= 4
+
+
+def test_engine_processes_of_a_side_run_its_own_checkout(tmp_path):
+    (tmp_path / "m6_multimodal_pd").mkdir()
+    (tmp_path / "m6_multimodal_pd" / "__init__.py").write_text(
+        "import os, subprocess, sys\n"
+        "if 'CHILD' not in os.environ:\n"
+        "    found = 'import m6_multimodal_pd as found; print(found.__file__)'\n"
+        "    command, env = [sys.executable, '-P', '-c', found], os.environ | {'CHILD': '1'}\n"
+        "    raise RuntimeError(subprocess.run(command, env=env, capture_output=True, text=True).stdout)\n"
+    )
+    side = SideProcess({"milestone": "m6", "settings": {}, "checkout": tmp_path})
+    with pytest.raises(BenchmarkError, match=re.escape(str(tmp_path))), side:
+        side({})
