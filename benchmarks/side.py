@@ -29,7 +29,7 @@ class SideProcess:
         checkout, program = str(spec.pop("checkout", HERE)), "from benchmarks.side import main; main()"
         env = os.environ | {"PYTHONPATH": str(HERE), "TOKENIZERS_PARALLELISM": "false"}
         command, pipe = [sys.executable, "-P", "-c", program, checkout], subprocess.PIPE
-        self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
+        self.process = subprocess.Popen(command, env=env, cwd=checkout, stdin=pipe, stdout=pipe, text=True)
         self.is_ready = False
         self._write(spec)
 

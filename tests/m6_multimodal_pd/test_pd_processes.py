@@ -302,6 +302,22 @@ def started_prefill(model: Path, **settings: Any) -> Iterator[ProcessLinks]:
         yield links
 
 
+def test_an_engine_runs_the_packages_of_its_parent_whatever_the_working_directory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m6_multimodal_pd.py").write_text("raise RuntimeError('not this one')")
+    started: list[Any] = []
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *command, **how: started.append((command, how)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        processes.Child(None, DisaggregationConfig())  # type: ignore[arg-type]
+    monkeypatch.undo()
+    ((command,), how) = started[0]
+    found = "import importlib.util; print(importlib.util.find_spec('m6_multimodal_pd').origin)"
+    looked = [*command[: command.index("-m")], "-c", found]
+    done = subprocess.run(looked, cwd=tmp_path, env=how["env"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == sys.modules["m6_multimodal_pd"].__file__
+
+
 @pytest.mark.exhaustive
 def test_one_that_was_started_anew_and_does_not_join_is_given_up(seeing_directory: Path) -> None:
     with started_prefill(seeing_directory, start_timeout_s=0.1, max_restarts=1) as links:

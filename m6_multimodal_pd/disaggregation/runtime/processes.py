@@ -15,6 +15,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,6 +35,8 @@ from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
 from m6_multimodal_pd.disaggregation.runtime.sockets import LOOPBACK
 from m6_multimodal_pd.errors import EngineLostError
 
+PACKAGES = str(Path(__file__).resolve().parents[3])
+"""The folder of the milestones' packages."""
 END_TIMEOUT_S = 10.0
 """Seconds that an engine may take to end before it is killed, and the system to end a killed one."""
 GRACE_S = 1.0
@@ -56,9 +59,13 @@ class Child:
         self.kill_at = math.inf
         self.stopped_at = math.inf
         """When its process was first found to be stopped while it started, in monotonic seconds."""
-        command = [sys.executable, "-m", "m6_multimodal_pd.disaggregation.runtime.child"]
+        # `-P`: it runs the packages of its parent, and nothing that happens to be in the working directory
+        command = [sys.executable, "-P", "-m", "m6_multimodal_pd.disaggregation.runtime.child"]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))}
         # a process group of its own: a Ctrl-C in the terminal is the parent's alone, from the first moment on
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, process_group=0
+        )
         assert self.process.stdin is not None
         self.stdin = self.process.stdin
         with suppress(BrokenPipeError):  # it has ended already, which `ended` finds like any other end
