@@ -49,7 +49,7 @@ class Followed(TraceReader):
 
     def add(self, who: str, text: str) -> None:
         """Write a text, and its source before it."""
-        self.lines += textwrap.wrap(f"{who:<8}{text}", 104, subsequent_indent=" " * 8)
+        self.lines += textwrap.wrap(f"{who:<8}{text}", 84, subsequent_indent=" " * 8)
 
 
 def traced_steps() -> str:

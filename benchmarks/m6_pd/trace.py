@@ -6,6 +6,7 @@ the events of the two bobs, without times and without the bookkeeping of the tre
 """
 
 import re
+import textwrap
 
 from benchmarks.m6.trace import CONFIGS, PARAMS, STAR
 from benchmarks.texts import message
@@ -53,7 +54,7 @@ class Followed(TraceReader):
             self._add("router", event.explain())
 
     def _add(self, engine: str, text: str) -> None:
-        self.lines.append(f"{engine:<10}{TIMES.sub('', text)}")
+        self.lines += textwrap.wrap(f"{engine:<10}{TIMES.sub('', text)}", 84, subsequent_indent=" " * 10)
 
 
 def traced_steps() -> str:
