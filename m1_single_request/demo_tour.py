@@ -135,11 +135,11 @@ def costs(
     step, *_, slowest = sorted(run.time_per_output_token or 0.0 for run in runs)
     read, intensity, ridge = num_bytes / bandwidth, 2 * started.num_parameters / num_bytes, flops / bandwidth
     numbers = [
-        f"The first token (TTFT) took {first * 1e3:.1f} ms [5.9], each later one (TPOT) {step * 1e3:.2f} ms [3.58].",
+        f"The first token (TTFT) took {first * 1e3:.1f} ms [5.2], each later one (TPOT) {step * 1e3:.2f} ms [3.46].",
         f"Such a decode step reads every weight and the KV, {size(num_bytes)} [16.1 MiB]. This machine reads "
-        f"{bandwidth / 1e9:.1f} GB/s [18.5]: reading alone takes {read * 1e3:.2f} ms [0.91].",
+        f"{bandwidth / 1e9:.1f} GB/s [27.9]: reading alone takes {read * 1e3:.2f} ms [0.60].",
         f"The step does {intensity:.2f} [0.50] operations per byte. This machine does {flops / 1e9:,.0f} GFLOP/s "
-        f"[102]: {ridge:.1f} [5.5] in the time of reading one byte.",
+        f"[113]: {ridge:.1f} [4.1] in the time of reading one byte.",
     ]
     rule = "decode waits for memory. A prefill of 100 tokens does 100 times as many operations with the same read."
     if cpu_share < 0.8 or slowest > 1.5 * step or ridge < 2 * intensity or read > step:
