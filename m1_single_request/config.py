@@ -1,4 +1,4 @@
-"""Engine configuration: frozen dataclasses, validated by their constructors.
+"""Engine configuration: frozen dataclasses, validated by their constructors (`field_rules.py`).
 
 m1 has two: the model and the trace. Later milestones add a scheduler, a cache and so on; each milestone exports exactly
 the configurations that it supports. vLLM has the same split (`ModelConfig`, `SchedulerConfig`, ...).
@@ -6,17 +6,19 @@ the configurations that it supports. vLLM has the same split (`ModelConfig`, `Sc
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
+from msgspec import Meta
 
 from m1_single_request.errors import ConfigError, is_unicode, shown
+from m1_single_request.field_rules import Int, check_fields
 from m1_single_request.tracer import TraceReader
 
 DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3"
 
-LARGEST_NUMBER = 2**63 - 1
 LONGEST_PATH = 4096  # characters
+MaxModelLen = Annotated[int, Meta(ge=2, le=2**63 - 1)]  # a token of the prompt and one of the output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,15 +37,14 @@ class ModelConfig:
     `auto` on CUDA: the precision of config.json, but bfloat16 instead of float32. `auto` on a CPU: float32; bfloat16 if
     config.json names it, the weights have more than 256 MiB, and the processor multiplies bfloat16.
     """
-    max_model_len: int | None = None
+    max_model_len: MaxModelLen | None = None
     """Maximum number of tokens of prompt plus output. None: the model's own limit."""
-    seed: int = 0
+    seed: Int = 0
     """Seed of the engine. A request without a seed derives one from this and its number."""
 
     def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
         check_path("model", self.model, "a directory or a hub id", optional=True)
-        check_whole_number("max_model_len", self.max_model_len, low=2, optional=True)
-        check_whole_number("seed", self.seed)
         if not isinstance(self.dtype, str) or self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"dtype={shown(self.dtype)} is unknown: use auto, {', '.join(DTYPES)}")
         self.torch_device()
@@ -77,8 +78,7 @@ class TraceConfig:
     """Your own readers; they also receive the events of the engine's start."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.console, str) or self.console not in ("off", "summary", "verbose"):
-            raise ConfigError(f"console={shown(self.console)} is unknown: use off, summary or verbose")
+        check_fields(self, ConfigError)
         if not isinstance(self.readers, tuple):
             raise ConfigError(f"readers={shown(self.readers)} must be a tuple of trace readers")
         check_path("jsonl", self.jsonl, optional=True)
@@ -100,16 +100,6 @@ def check_path(name: str, value: Any, what: str = "a path", *, optional: bool = 
     text = str(value) if isinstance(value, str | Path) else ""
     if not 0 < len(text) <= LONGEST_PATH or "\0" in text or not is_unicode(text):
         raise ConfigError(f"{name}={shown(value)} must be {what}: valid text of 1 to {LONGEST_PATH:,} characters")
-
-
-def check_whole_number(name: str, value: Any, *, low: int | None = None, optional: bool = False) -> None:
-    """Raise `ConfigError` unless `value` is a 64-bit whole number and at least `low`; None is valid if `optional`."""
-    if value is None and optional:
-        return
-    least = -LARGEST_NUMBER if low is None else low
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST_NUMBER:
-        bound = "" if low is None else f" of at least {low}"
-        raise ConfigError(f"{name}={shown(value)} must be a whole number{bound}, with at most 63 bits")
 
 
 def assemble_config(config_type: type, default_model: str | Path, model: Any, configs: dict[str, Any]) -> Any:

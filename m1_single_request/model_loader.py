@@ -9,9 +9,10 @@ also of other architectures. vLLM: `model_executor/model_loader`.
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -26,6 +27,7 @@ from transformers.utils.hub import cached_file
 
 from m1_single_request.config import DEFAULT_MODEL, ModelConfig
 from m1_single_request.errors import LONGEST_REASON, ConfigError, ModelLoadError, shown, shown_path
+from m1_single_request.field_rules import checked
 from m1_single_request.precision import choose_dtype, count_weights, named_dtype
 
 LONGEST_ID = 96  # characters of a hub id; the hub has none longer
@@ -260,10 +262,7 @@ def _text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
 
 def check_size(name: str, field: str, value: Any, *, low: int = 1, high: int = LARGEST_SIZE) -> None:
     """Raise `ModelLoadError` unless a field of config.json is a whole number from `low` to `high`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ModelLoadError(
-            f"{name}: config.json leads to {field}={shown(value)}, which must be a whole number from {low} to {high:,}"
-        )
+    checked(f"{name}: in config.json, {field}", value, Annotated[int, Meta(ge=low, le=high)], ModelLoadError)
 
 
 def _generation_config(name: str) -> GenerationConfig | None:

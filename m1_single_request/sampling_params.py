@@ -5,15 +5,18 @@ constructor checks all values, so an invalid one never reaches the engine. Only 
 ids within the vocabulary) are checked later, by `InputProcessor`.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
+
+from msgspec import Meta
 
 from m1_single_request.errors import InvalidParamsError, is_unicode, shown
+from m1_single_request.field_rules import Int, NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields, checked
 
-MAX_BIAS = 100  # enough to force or to ban a token; the OpenAI API has the same range
-LARGEST = 2**63 - 1  # of a whole number: no request needs more, and messages between processes hold 64 bits
+Bias = Annotated[float, Meta(ge=-100, le=100)]  # enough to force or to ban a token; the OpenAI API has the same range
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MAX_TOKEN_IDS = 2**20  # entries of stop_token_ids and of logit_bias; no vocabulary is larger
 MAX_STOP_CHARACTERS = 2**16  # of all stop strings together
 GREEDY_EPSILON = 1e-5  # a temperature below this means greedy
@@ -30,23 +33,23 @@ class SamplingParams:
     65,536 characters in all, and `stop_token_ids` and `logit_bias` at most 1,048,576 entries.
     """
 
-    max_tokens: int = 128
+    max_tokens: PositiveInt = 128
     """Maximum number of output tokens."""
-    min_tokens: int = 0
+    min_tokens: NonNegativeInt = 0
     """Minimum number of output tokens. Before it, stop ids cannot be sampled, and only a length limit stops."""
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Divisor of the logits. Below 1e-5 the choice is greedy, and top_k, top_p and min_p are ignored."""
-    top_k: int = -1
+    top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] = -1
     """Sample from the k most likely tokens; -1 means all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Sample from the smallest set of most likely tokens whose total probability reaches p."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Exclude tokens whose probability is below this fraction of the highest probability."""
-    presence_penalty: float = 0.0
+    presence_penalty: Penalty = 0.0
     """Subtracted once from the logit of every token in the output."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit once per occurrence of the token in the output."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output."""
     logit_bias: Mapping[int, float] | None = None
     """Values to add to the logits of these token ids; from -100 to 100."""
@@ -58,36 +61,23 @@ class SamplingParams:
     """Keep the stop string, or the text of the stop token, in the output text."""
     ignore_eos: bool = False
     """Continue after the model's end-of-sequence ids (`stop_token_ids` still stop)."""
-    seed: int | None = None
+    seed: Int | None = None
     """Seed of the random draws. None: derived from the engine's seed and the request's number."""
-    logprobs: int | None = None
+    logprobs: NonNegativeInt | None = None
     """Return log-probabilities of this many most likely tokens per output position, and of the sampled token."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: NonNegativeInt | None = None
     """Number of most likely tokens per prompt token, as for `logprobs`; the first prompt token has none."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the output text."""
-    n: int = 1
+    n: PositiveInt = 1
     """Number of independent outputs. More than one needs shared KV blocks (m3)."""
 
     def __post_init__(self) -> None:
-        _integer(self, "max_tokens", low=1)
-        _integer(self, "min_tokens", low=0, high=self.max_tokens, high_is="max_tokens=")
-        _integer(self, "n", low=1)
-        _integer(self, "seed", low=-(2**63), high=2**63 - 1, optional=True)
-        _integer(self, "logprobs", low=0, optional=True)
-        _integer(self, "prompt_logprobs", low=0, optional=True)
-        _integer(self, "top_k", low=-1)
+        check_fields(self, InvalidParamsError)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidParamsError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.top_k == 0:
             raise InvalidParamsError("top_k=0 would leave no token: use -1 for all tokens, or at least 1")
-        _number(self, "temperature", low=0.0)
-        _number(self, "top_p", low=0.0, high=1.0, open_low=True)
-        _number(self, "min_p", low=0.0, high=1.0)
-        _number(self, "presence_penalty", low=-2.0, high=2.0)
-        _number(self, "frequency_penalty", low=-2.0, high=2.0)
-        _number(self, "repetition_penalty", low=0.0, high=2.0, open_low=True)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParamsError(f"{name}={shown(getattr(self, name))} must be True or False")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -109,32 +99,6 @@ class SamplingParams:
         return ", ".join(f"{name} {value}" for name, value in values.items() if value != getattr(SamplingParams, name))
 
 
-def _integer(
-    params: SamplingParams, name: str, *, low: int, high: int = LARGEST, high_is: str = "", optional: bool = False
-) -> None:
-    value = getattr(params, name)
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidParamsError(f"{name}={shown(value)} must be a whole number")
-    if not low <= value <= high:
-        raise InvalidParamsError(f"{name}={shown(value)} is out of range: it must be from {low} to {high_is}{high}")
-
-
-def _number(
-    params: SamplingParams, name: str, *, low: float, high: float = sys.float_info.max, open_low: bool = False
-) -> None:
-    value = getattr(params, name)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidParamsError(f"{name}={shown(value)} must be a number")
-    above = value > low if open_low else value >= low
-    if not (above and value <= high):
-        bound = f"{'greater than' if open_low else 'at least'} {low}"
-        ceiling = f" and at most {high}" if high < sys.float_info.max else ""
-        raise InvalidParamsError(f"{name}={shown(value)} is out of range: it must be finite, {bound}{ceiling}")
-    object.__setattr__(params, name, float(value))
-
-
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s and is_unicode(s) for s in strings):
@@ -145,10 +109,11 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray) and len(ids) <= MAX_TOKEN_IDS
-    if not is_list or not all(map(_is_token_id, ids)):
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray)
+    if not is_list or len(ids) > MAX_TOKEN_IDS:
         raise InvalidParamsError(f"stop_token_ids={shown(ids)} must be a list of at most {MAX_TOKEN_IDS:,} token ids")
-    return tuple(dict.fromkeys(ids))
+    token_ids: list[int] = checked("stop_token_ids", list(ids), list[NonNegativeInt], InvalidParamsError)
+    return tuple(dict.fromkeys(token_ids))
 
 
 def _bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
@@ -156,13 +121,4 @@ def _bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
         return None
     if not isinstance(bias, Mapping) or len(bias) > MAX_TOKEN_IDS:
         raise InvalidParamsError(f"logit_bias={shown(bias)} must map at most {MAX_TOKEN_IDS:,} token ids to numbers")
-    for token_id, value in bias.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not _is_token_id(token_id) or not is_number or not -MAX_BIAS <= value <= MAX_BIAS:
-            bound = f"a token id to a number from -{MAX_BIAS} to {MAX_BIAS}"
-            raise InvalidParamsError(f"logit_bias={{{shown(token_id)}: {shown(value)}}} must map {bound}")
-    return dict(bias) or None
-
-
-def _is_token_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
+    return checked("logit_bias", dict(bias), dict[NonNegativeInt, Bias], InvalidParamsError) or None

@@ -4,10 +4,11 @@ vLLM: `SchedulerConfig` with the same two limits; SGLang: `max_running_requests`
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
-from m1_single_request.config import EngineConfig as SingleRequestConfig, check_whole_number
-from m1_single_request.errors import ConfigError, shown
+from m1_single_request.config import EngineConfig as SingleRequestConfig
+from m1_single_request.errors import ConfigError
+from m1_single_request.field_rules import PositiveInt, check_fields
 
 Execution = Literal["per_request", "padded"]
 LEAST_BATCHED_TOKENS = 2048
@@ -17,15 +18,14 @@ LEAST_BATCHED_TOKENS = 2048
 class BatchLimits:
     """The size limits of a batch. Each milestone's `SchedulerConfig` adds its own settings."""
 
-    max_num_seqs: int = 16
+    max_num_seqs: PositiveInt = 16
     """Maximum number of running requests."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: PositiveInt | None = None
     """Maximum number of new tokens in one step. A prompt runs in one step, so a longer prompt is rejected. None: the
     largest of `max_model_len`, 2,048 and `max_num_seqs`, so that this limit rejects no prompt."""
 
     def __post_init__(self) -> None:
-        check_whole_number("max_num_seqs", self.max_num_seqs, low=1)
-        check_whole_number("max_num_batched_tokens", self.max_num_batched_tokens, low=1, optional=True)
+        check_fields(self, ConfigError)
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
@@ -45,11 +45,6 @@ class SchedulerConfig(BatchLimits):
     execution: Execution = "padded"
     """`padded`: one forward for all prefills of a step and one for all decodes, with a dense cache of one slot per
     request. `per_request`: one forward per request, as in m1."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.execution, str) or self.execution not in get_args(Execution):
-            raise ConfigError(f"execution={shown(self.execution)} is unknown: use {' or '.join(get_args(Execution))}")
-        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from m1_single_request import demo as m1
-from m1_single_request.config import check_whole_number
+from m1_single_request.errors import ConfigError
+from m1_single_request.field_rules import PositiveInt, check_fields
 from m1_single_request.flags import config_of
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.config import SchedulerConfig
@@ -25,18 +26,18 @@ TOUR_BUDGET = 97  # tokens in a step: one more than the longest prompt of the to
 class DemoConfig:
     """Settings of the tour."""
 
-    num_prompts: int = 24
+    num_prompts: PositiveInt = 24
     """Number of requests in the comparison."""
 
     def __post_init__(self) -> None:
-        check_whole_number("num_prompts", self.num_prompts, low=1)
+        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(SchedulerConfig):
     """The limits of a batch: of fewer requests, so that some of the tour must wait."""
 
-    max_num_seqs: int = 4
+    max_num_seqs: PositiveInt = 4
 
 
 FLAGS: m1.Flags = {

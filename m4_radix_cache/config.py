@@ -5,14 +5,14 @@ The model's configuration is m3's. Blocks are called pages here, as in SGLang, a
 its tokens again. SGLang: `ServerArgs`; vLLM: `CacheConfig`, `SchedulerConfig`.
 """
 
-import sys
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from m1_single_request.config import EngineConfig as SingleRequestConfig, check_whole_number
+from m1_single_request.config import EngineConfig as SingleRequestConfig
 from m1_single_request.errors import ConfigError, shown
+from m1_single_request.field_rules import NonNegativeFloat, PositiveInt, check_fields
 from m2_continuous_batching.config import BatchLimits
-from m3_paged_attention.config import ModelConfig, check_choice, check_one_given, check_share
+from m3_paged_attention.config import ModelConfig, Share, check_one_given
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
@@ -28,21 +28,16 @@ class SchedulerConfig(BatchLimits):
     `dfs-weight`: branch by branch of the tree, the branch with most requests first. Both also hold a request back while
     another one computes its prefix. `lof`: longest output first. `random`. `priority`: highest `priority=` of a request
     first."""
-    schedule_conservativeness: float = 1.0
+    schedule_conservativeness: NonNegativeFloat = 1.0
     """Factor of the memory reserved for future output tokens of running requests. With 1, 70 % of these tokens are
     reserved at first, and fewer with every decode step. A lower value admits more requests and retracts more often."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("schedule_policy", self.schedule_policy, SchedulePolicyName)
-        check_number("schedule_conservativeness", self.schedule_conservativeness, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """KV memory: its size, its page size and the prefix cache that shares it. At most one of the sizes may be given."""
 
-    page_size: int = 16
+    page_size: PositiveInt = 16
     """Tokens per page (m3: block). Only whole pages are shared."""
     prefix_cache: PrefixCacheName = "radix"
     """Cache in which requests find computed KV. `radix`: a tree of tokens (SGLang), or your own part `prefix_cache`.
@@ -51,26 +46,23 @@ class CacheConfig:
     """Nodes that are evicted first: the least recently used (`lru`), the least frequently used (`lfu`), the oldest
     (`fifo`), those from which fewer than two requests started (`slru`), those of the lowest `priority=` (`priority`);
     or any other of the `STRATEGIES`."""
-    max_total_tokens: int | None = None
+    max_total_tokens: PositiveInt | None = None
     """Size in tokens, rounded down to whole pages. It may be less than the longest request, which then fails alone."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: PositiveInt | None = None
     """Size in bytes. The default on a CPU: 512 MiB, or more if `max_num_seqs` requests of the model's length need
     it, up to 4 GiB or a quarter of the machine's memory; the engines of a group share the part above 512 MiB. The
     system assigns memory only to pages that are written."""
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: Share | None = None
     """On CUDA: share of the device's memory for weights, activations and KV together. The KV memory is this share less
     the memory of weights and of a profiling run. The default there: 0.9. SGLang's `mem_fraction_static`."""
     debug: bool = False
     """Check every slot that is freed, and audit the whole memory after every step. Slow."""
 
     def __post_init__(self) -> None:
-        check_whole_number("page_size", self.page_size, low=1)
-        check_choice("prefix_cache", self.prefix_cache, PrefixCacheName)
-        check_choice("eviction_policy", self.eviction_policy, STRATEGIES)
-        check_whole_number("kv_cache_memory_bytes", self.kv_cache_memory_bytes, low=1, optional=True)
-        check_whole_number("max_total_tokens", self.max_total_tokens, low=1, optional=True)
-        check_flag("debug", self.debug)
-        check_share("gpu_memory_utilization", self.gpu_memory_utilization)
+        check_fields(self, ConfigError)
+        if not isinstance(self.eviction_policy, str) or self.eviction_policy not in STRATEGIES:
+            known = " or ".join(STRATEGIES)
+            raise ConfigError(f"eviction_policy={shown(self.eviction_policy)} is unknown: use {known}")
         check_one_given(self, "kv_cache_memory_bytes", "gpu_memory_utilization", "max_total_tokens")
         if self.prefix_cache != "radix" and self.eviction_policy != "lru":
             does = "evicts by lru only" if self.prefix_cache == "hash" else "keeps nothing that could be evicted"
@@ -96,20 +88,3 @@ class EngineConfig(SingleRequestConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise `ConfigError` unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={shown(value)} must be True or False")
-
-
-def check_number(name: str, value: Any, *, at_least: float) -> None:
-    """Raise `ConfigError` unless `value` is a finite number of at least `at_least`."""
-    if not (is_number(value) and value >= at_least):
-        raise ConfigError(f"{name}={shown(value)} must be a number of at least {at_least}")
-
-
-def is_number(value: Any) -> bool:
-    """Return whether `value` is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

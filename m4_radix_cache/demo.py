@@ -15,6 +15,7 @@ from rich.console import Console
 
 from m1_single_request import demo as m1
 from m1_single_request.errors import ConfigError
+from m1_single_request.field_rules import PositiveInt
 from m1_single_request.flags import config_of
 from m3_paged_attention import demo as m3
 from m4_radix_cache import CacheConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams, SchedulerConfig
@@ -25,7 +26,7 @@ from m4_radix_cache.demo_tour import CONSERVATIVENESS, Tour, reuse
 class DemoConfig(m3.DemoConfig):
     """Settings of the demo itself."""
 
-    num_prompts: int = 5
+    num_prompts: PositiveInt = 5
     """Number of users in part 1 of the tour."""
     num_blocks: int | None = None
     """Size of the KV memory in pages, in place of --max-total-tokens."""

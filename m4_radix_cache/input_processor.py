@@ -5,10 +5,9 @@ request gets an upper bound: `max_tokens`, clipped to the model's length and to 
 `Scheduler.handle_generate_request`; vLLM: `cache_salt` and `priority` of a request.
 """
 
-from typing import Any
-
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidRequestError, shown
+from m1_single_request.field_rules import Int, checked
 from m1_single_request.input_processor import (
     InputProcessor as SingleRequestInputProcessor,
     check_model_len,
@@ -21,8 +20,6 @@ from m2_continuous_batching.input_processor import check_token_budget
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.input_processor import build_parent, check_n
 from m4_radix_cache.request import Req
-
-MAX_PRIORITY = 2**63 - 1
 
 
 class InputProcessor(SingleRequestInputProcessor):
@@ -70,8 +67,6 @@ class InputProcessor(SingleRequestInputProcessor):
 
         Raises `InvalidRequestError` unless the priority is a whole number and the salt is text or None.
         """
-        check_priority(priority)
-        check_cache_salt(cache_salt)
         build_one = super().build_request
 
         def build_child(child_id: str, params: SamplingParams, seed: int) -> Request:
@@ -85,9 +80,11 @@ class InputProcessor(SingleRequestInputProcessor):
 
 def set_options(request: Request, priority: int, cache_salt: str | None, max_total_len: int) -> Req:
     """Set priority and namespace of a request, and clip its output to a total of `max_total_len` tokens. If no other
-    request runs, such a request is always admitted."""
+    request runs, such a request is always admitted. Raises `InvalidRequestError` for an option of the wrong type."""
     assert isinstance(request, Req), "the part `request` must be a Req"
-    request.priority = priority
+    if cache_salt is not None:
+        check_name("cache_salt", cache_salt)
+    request.priority = checked("priority", priority, Int, InvalidRequestError)
     request.extra_key = cache_salt
     request.max_new_tokens = min(request.max_new_tokens, max_total_len - len(request.origin_input_ids))
     return request
@@ -100,15 +97,3 @@ def check_kv_room(token_ids: list[int], max_total_tokens: int, request_id: str) 
             f"request {shown(request_id)} has {len(token_ids)} prompt tokens; the KV memory has room for "
             f"{max_total_tokens}, and a prompt must leave 2 of them"
         )
-
-
-def check_priority(priority: Any) -> None:
-    """Raise `InvalidRequestError` unless `priority` is a whole number of at most 63 bits."""
-    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
-        raise InvalidRequestError(f"priority={shown(priority)} must be a whole number of at most 63 bits")
-
-
-def check_cache_salt(cache_salt: Any) -> None:
-    """Raise `InvalidRequestError` unless `cache_salt` is None or text that can name a namespace of the cache."""
-    if cache_salt is not None:
-        check_name("cache_salt", cache_salt)

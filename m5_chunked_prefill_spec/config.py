@@ -8,18 +8,15 @@ the new tokens of a step, those of decodes, drafts and pieces of prompts togethe
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from m1_single_request.config import check_path, check_whole_number
+from msgspec import Meta
+
+from m1_single_request.config import check_path
 from m1_single_request.errors import ConfigError, shown
+from m1_single_request.field_rules import PositiveFloat, PositiveInt, check_fields
 from m2_continuous_batching.config import LEAST_BATCHED_TOKENS
-from m3_paged_attention.config import check_choice
-from m4_radix_cache.config import (
-    EngineConfig as RadixConfig,
-    SchedulerConfig as RadixSchedulerConfig,
-    check_flag,
-    is_number,
-)
+from m4_radix_cache.config import EngineConfig as RadixConfig, SchedulerConfig as RadixSchedulerConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
 
 ScheduleName = Literal["decode_first", "prefill_first"]
@@ -34,7 +31,7 @@ CHUNKED_BATCHED_TOKENS = {"cpu": 128, "cuda": 2048}
 class SchedulerConfig(RadixSchedulerConfig):
     """m4's settings, and the contents of a step: decodes, prompts, and pieces of prompts."""
 
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: PositiveInt | None = None
     """Maximum number of new tokens in one step. None: 128 on a CPU, 2,048 on CUDA, and at least `max_num_seqs`; with
     `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
     schedule: ScheduleName = "decode_first"
@@ -43,9 +40,9 @@ class SchedulerConfig(RadixSchedulerConfig):
     enable_chunked_prefill: bool = True
     """Whether a prompt may be cut into pieces. If not, a prompt longer than the budget is refused; any other runs whole
     in the first step in which the decodes leave room for all of it, at the latest when no request decodes."""
-    chunked_prefill_size: int | None = None
+    chunked_prefill_size: PositiveInt | None = None
     """Maximum number of prompt tokens in one step. None: the token budget is the only limit."""
-    target_gap_ms: float | None = None
+    target_gap_ms: PositiveFloat | None = None
     """Target duration of a step in milliseconds, with `decode_first`: prompts are cut so that a step stays within it by
     the cost table. A step without prompts may take longer. None: no target, and no cost table."""
     cost_table: CostTable | None = None
@@ -54,11 +51,6 @@ class SchedulerConfig(RadixSchedulerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("schedule", self.schedule, ScheduleName)
-        check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
-        check_whole_number("chunked_prefill_size", self.chunked_prefill_size, low=1, optional=True)
-        if self.target_gap_ms is not None:
-            check_positive("target_gap_ms", self.target_gap_ms)
         if self.cost_table is not None and not isinstance(self.cost_table, CostTable):
             raise ConfigError(f"cost_table={shown(self.cost_table)} must be a CostTable")
         if self.cost_table is not None and self.target_gap_ms is None:
@@ -84,38 +76,29 @@ class SpeculativeConfig:
     method: SpeculativeMethod | None = None
     """Source of the drafts. `ngram`: the tokens that followed an earlier occurrence of the last tokens in prompt or
     output. `draft_model`: a small model. None: no speculation."""
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4
     """Number of drafts for a request in one step; fewer where its answer or the step's budget ends, or where `ngram`
     finds fewer."""
-    prompt_lookup_max: int = 4
+    prompt_lookup_max: PositiveInt = 4
     """`ngram`: length of the longest run of last tokens that is searched."""
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: PositiveInt = 2
     """`ngram`: length of the shortest run."""
     model: str | Path | None = None
     """`draft_model`: a local directory or hub id of a model with the target's tokenizer. None: the embedded checkpoint,
     the draft model of the default model."""
 
     def __post_init__(self) -> None:
-        if self.method is not None:
-            check_choice("method", self.method, SpeculativeMethod)
-        check_whole_number("num_speculative_tokens", self.num_speculative_tokens, low=1)
-        check_whole_number("prompt_lookup_max", self.prompt_lookup_max, low=1)
-        check_whole_number("prompt_lookup_min", self.prompt_lookup_min, low=1)
+        check_fields(self, ConfigError)
         check_path("model", self.model, "a directory or a hub id", optional=True)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
-            )
-        if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(
-                f"num_speculative_tokens={shown(self.num_speculative_tokens)} must be at most {MAX_SPECULATIVE_TOKENS}"
             )
         for name, methods in READ_BY.items():
             if self.method not in methods and getattr(self, name) != getattr(type(self), name):
                 raise ConfigError(f"{name} has no effect with method={self.method!r}: use {' or '.join(methods)}")
 
 
-MAX_SPECULATIVE_TOKENS = 64
 READ_BY: dict[str, tuple[SpeculativeMethod, ...]] = {
     "num_speculative_tokens": ("ngram", "draft_model"),
     "prompt_lookup_max": ("ngram",),
@@ -131,9 +114,3 @@ class EngineConfig(RadixConfig):
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raise `ConfigError` unless `value` is a finite number greater than 0."""
-    if not (is_number(value) and value > 0):
-        raise ConfigError(f"{name}={shown(value)} must be a number greater than 0")

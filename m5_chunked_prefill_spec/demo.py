@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from m1_single_request import demo as m1
+from m1_single_request.field_rules import PositiveInt
 from m1_single_request.flags import config_of
 from m3_paged_attention import demo as m3
 from m4_radix_cache import demo as m4
@@ -25,7 +26,7 @@ from m5_chunked_prefill_spec.demo_tour import TOUR_BUDGET, Tour
 class DemoConfig(m4.DemoConfig):
     """Settings of the demo itself."""
 
-    num_prompts: int = 4
+    num_prompts: PositiveInt = 4
     """Number of streams in part 1 of the tour."""
 
 

@@ -5,14 +5,15 @@ model's length and the KV memory. A request may switch drafts off (`speculate=Fa
 """
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
-from m1_single_request.errors import InvalidRequestError, shown
+from m1_single_request.errors import InvalidRequestError
+from m1_single_request.field_rules import checked
 from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
 from m1_single_request.model_loader import ModelDescription
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
 from m3_paged_attention.input_processor import build_parent, check_n
-from m4_radix_cache.input_processor import check_cache_salt, check_kv_room, check_priority, set_options
+from m4_radix_cache.input_processor import check_kv_room, set_options
 from m5_chunked_prefill_spec.request import Req
 
 
@@ -65,17 +66,13 @@ class InputProcessor(SingleRequestInputProcessor):
         Raises `InvalidRequestError` for a priority that is no whole number, a salt that is no text, or a `speculate`
         that is neither True nor False.
         """
-        check_priority(priority)
-        check_cache_salt(cache_salt)
-        if not isinstance(speculate, bool):
-            raise InvalidRequestError(f"speculate={shown(speculate)} must be True or False")
         build_one = super().build_request
 
         def build_child(child_id: str, params: SamplingParams, seed: int) -> Request:
             req = build_one(child_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
             own = set_options(req, priority, cache_salt, min(self.max_model_len, self.max_total_tokens - 1))
             assert isinstance(own, Req), "the part `request` must be a Req"
-            own.speculate = speculate
+            own.speculate = checked("speculate", speculate, bool, InvalidRequestError)
             return own
 
         if params.n == 1:

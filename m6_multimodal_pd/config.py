@@ -10,14 +10,12 @@ encoder, the tokens that a step encodes and the memory for embeddings. vLLM: `Mu
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from m1_single_request.config import check_whole_number
 from m1_single_request.errors import ConfigError, shown
+from m1_single_request.field_rules import PositiveFloat, PositiveInt, check_fields
 from m3_paged_attention.config import ModelConfig as PagedModelConfig
-from m4_radix_cache.config import check_flag
 from m5_chunked_prefill_spec.config import (
     EngineConfig as ChunkedEngineConfig,
     SchedulerConfig as ChunkedSchedulerConfig,
-    check_positive,
 )
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 
@@ -37,9 +35,6 @@ class ModelConfig(PagedModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cuda_graphs is None:
-            return
-        check_flag("cuda_graphs", self.cuda_graphs)
         if self.cuda_graphs and self.torch_device().type != "cuda":
             raise ConfigError(f"cuda_graphs=True needs a GPU, and the device is {self.torch_device()}: leave it out")
 
@@ -56,11 +51,6 @@ class SchedulerConfig(ChunkedSchedulerConfig):
     enable_overlap: bool | None = None
     """Whether a step is launched before the one before is booked (`overlap/`). None: on CUDA."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.enable_overlap is not None:
-            check_flag("enable_overlap", self.enable_overlap)
-
     def overlaps(self, device_type: str) -> bool:
         """Return whether steps overlap on a device of this type."""
         return device_type == "cuda" if self.enable_overlap is None else self.enable_overlap
@@ -73,39 +63,34 @@ class MultimodalConfig:
     allowed_url_schemes: tuple[str, ...] = ()
     """Schemes of URLs that are read: `file`, `http`, `https`. None of them by default: a URL makes the engine read what
     its sender cannot reach. `data:` URLs contain their image and are always accepted."""
-    url_timeout_s: float = 10.0
+    url_timeout_s: PositiveFloat = 10.0
     """Timeout of a URL in seconds, up to its last byte and including all redirects."""
-    max_items: int = 16
+    max_items: PositiveInt = 16
     """Maximum number of images and videos in one request."""
-    max_file_bytes: int = 32 * 2**20
+    max_file_bytes: PositiveInt = 32 * 2**20
     """Maximum size of an encoded image or animation."""
-    max_image_pixels: int = 2**25
+    max_image_pixels: PositiveInt = 2**25
     """Maximum width times height, compared with the file's header before a pixel is decoded. PIL rejects files of more
     than twice `PIL.Image.MAX_IMAGE_PIXELS` with any value of this field."""
-    max_video_frames: int = 4096
+    max_video_frames: PositiveInt = 4096
     """Maximum number of frames of a video before sampling."""
-    max_video_pixels: int = 2**28
+    max_video_pixels: PositiveInt = 2**28
     """Maximum width times height of all sampled frames together. Of an animation all frames count, because each is
     drawn over the one before."""
-    min_pixels: int | None = None
+    min_pixels: PositiveInt | None = None
     """Minimum number of pixels of an image after resizing. None: that of the model's processor."""
-    max_pixels: int | None = None
+    max_pixels: PositiveInt | None = None
     """Maximum number of pixels of an image after resizing. None: that of the model's processor."""
-    encoder_budget: int | None = None
+    encoder_budget: PositiveInt | None = None
     """Maximum number of image tokens encoded per step, for all requests together; a larger item is the only one that is
     encoded in its step. None: 1,024 on a CPU, 16,384 on CUDA."""
-    embedding_cache_bytes: int = 128 * 2**20
+    embedding_cache_bytes: PositiveInt = 128 * 2**20
     """Memory for embeddings, which are kept for later requests until others need it. Unlike KV they are shared across
     `cache_salt`s: the time to a first token may show that another request had the same image."""
 
     def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
         check_schemes(self.allowed_url_schemes)
-        check_positive("url_timeout_s", self.url_timeout_s)
-        for name in ("max_items", "max_file_bytes", "max_image_pixels", "max_video_frames", "max_video_pixels"):
-            check_whole_number(name, getattr(self, name), low=1)
-        for name in ("min_pixels", "max_pixels", "encoder_budget"):
-            check_whole_number(name, getattr(self, name), low=1, optional=True)
-        check_whole_number("embedding_cache_bytes", self.embedding_cache_bytes, low=1)
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ConfigError(f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}")
 

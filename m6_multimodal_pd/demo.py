@@ -19,6 +19,7 @@ from rich.console import Console
 from m1_single_request import demo as m1
 from m1_single_request.errors import ConfigError, EngineError
 from m1_single_request.events import some
+from m1_single_request.field_rules import PositiveInt
 from m1_single_request.flags import config_of, given
 from m1_single_request.input_processor import Message
 from m3_paged_attention import demo as m3
@@ -41,7 +42,7 @@ ROOM = 32_768
 class DemoConfig(m5.DemoConfig):
     """Settings of the tour."""
 
-    num_prompts: int = 3
+    num_prompts: PositiveInt = 3
     """Number of requests without a picture in the batch of the tour."""
 
 

@@ -8,16 +8,20 @@ models, because they use transformers' own. vLLM: a file per family in `model_ex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Annotated, Any
 
+from msgspec import Meta
 from transformers import PreTrainedConfig
 
 from m1_single_request.errors import ModelLoadError, shown
+from m1_single_request.field_rules import checked
 from m1_single_request.model_loader import check_size, head_dim
 from m3_paged_attention.models.rotary import FREQUENCIES, RopeConfig, yarn_attention_factor
 
 MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 SILU_NAMES = ("silu", "swish")
+Constant = Annotated[float, Meta(ge=0, le=1e18)]  # far above any real value; larger ones overflow float32
+RopeNumber = Annotated[float, Meta(gt=0, le=1e18)]  # or C integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,20 +108,11 @@ def check_not_quantized(name: str, config: PreTrainedConfig) -> None:
 def _check_sizes(name: str, decoder: DecoderConfig) -> None:
     check_size(name, "head_dim", decoder.head_dim)  # it may be derived; `describe` has checked the others
     for field in ("rms_norm_eps", "initializer_range"):
-        value = getattr(decoder, field)
-        if not _is_number(value) or not 0 <= value < LARGEST_NUMBER:
-            raise ModelLoadError(f"{name}: {field}={shown(value)} in config.json must be finite and at least 0")
+        checked(f"{name}: in config.json, {field}", getattr(decoder, field), Constant, ModelLoadError)
     if decoder.num_heads % decoder.num_kv_heads:
         raise ModelLoadError(f"{name}: {decoder.num_heads} heads are not a multiple of {decoder.num_kv_heads} KV heads")
     if decoder.head_dim % 2:
         raise ModelLoadError(f"{name}: head_dim={decoder.head_dim} is odd, but rotary embedding needs pairs of values")
-
-
-LARGEST_NUMBER = 1e18  # far above any real value; larger ones overflow C integers or float32
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
@@ -173,6 +168,5 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
 def _rope_number(name: str, parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = parameters.get(key)
     value = default if value is None else value
-    if not _is_number(value) or not 0 < value < LARGEST_NUMBER:  # also rejects NaN
-        raise ModelLoadError(f"{name}: {key}={shown(value)} in rope_parameters must be a positive number, and finite")
-    return value
+    number: float = checked(f"{name}: in rope_parameters, {key}", value, RopeNumber, ModelLoadError)
+    return number

@@ -23,8 +23,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from m1_single_request.config import check_whole_number
-from m1_single_request.errors import shown
+from m1_single_request.errors import ConfigError, shown
+from m1_single_request.field_rules import PositiveInt, checked
 from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.runtime.frames import Frames
 from m6_multimodal_pd.disaggregation.runtime.messages import Ticket
@@ -74,10 +74,9 @@ class StagedSource:
 
     def __init__(self, store: PageStore, segments: Segments, *, num_frames: int, checksums: bool = False) -> None:
         """`checksums`: make one of each page, to find wrong writes."""
-        check_whole_number("num_frames", num_frames, low=1)
         self.store = store
         self.segments = segments
-        self.num_frames = num_frames
+        self.num_frames: int = checked("num_frames", num_frames, PositiveInt, ConfigError)
         self.checksums = checksums
         self.targets: dict[str, Outgoing] = {}
         """By name of the decode engine."""

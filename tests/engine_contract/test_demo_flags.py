@@ -155,7 +155,7 @@ WRONG = [
     ("m6", "--allow-url gopher", "'gopher' is not one of file, http, https"),
     ("m6", "--prompt x --num-speculative-tokens 3", "num_speculative_tokens"),
     ("m6", "--prefill 0", "prefill=0"),
-    ("m6", "--decode 65", "decode=65 engines are too many"),
+    ("m6", "--decode 65", "decode=65 is not valid: Expected `int` <= 64"),
 ]
 """Milestones, flags of their demos, and what the error names."""
 

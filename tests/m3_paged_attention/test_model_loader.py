@@ -145,7 +145,7 @@ def test_a_dummy_model_that_no_memory_holds_is_an_error_of_ours(directory: Path)
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized"),
         ({"num_attention_heads": 5}, "5 heads are not a multiple of 2 KV heads"),
         ({"intermediate_size": 0}, "intermediate_size=0"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan in config.json must be finite and at least 0"),
+        ({"rms_norm_eps": float("nan")}, "in config.json, rms_norm_eps=nan is not valid: Expected `float` >= 0.0"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),

@@ -15,7 +15,7 @@ from m5_chunked_prefill_spec import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from m5_chunked_prefill_spec.config import MAX_SPECULATIVE_TOKENS, ScheduleName, SpeculativeMethod
+from m5_chunked_prefill_spec.config import ScheduleName, SpeculativeMethod
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from tests.m5_chunked_prefill_spec.engines import COSTS, MakeEngine, greedy, ids, scheduler_of, setting
 from tests.support.engines import Recorder
@@ -47,7 +47,7 @@ def test_what_is_right_is_accepted() -> None:
     assert SchedulerConfig(target_gap_ms=20, cost_table=COSTS, chunked_prefill_size=8)
     assert SchedulerConfig(schedule="prefill_first", enable_chunked_prefill=False)
     for method in get_args(SpeculativeMethod):
-        assert SpeculativeConfig(method=method, num_speculative_tokens=MAX_SPECULATIVE_TOKENS)
+        assert SpeculativeConfig(method=method, num_speculative_tokens=64)
     assert SpeculativeConfig(method="ngram", prompt_lookup_min=3, prompt_lookup_max=3)
 
 

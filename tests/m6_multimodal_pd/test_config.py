@@ -45,8 +45,8 @@ def test_a_wrong_value_is_refused_with_its_name(make: Any, name: str, value: Any
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_items": 0}, "max_items=0 must be a whole number of at least 1"),
-        ({"url_timeout_s": 0}, "url_timeout_s=0 must be a number greater than 0"),
+        ({"max_items": 0}, "max_items=0 is not valid: Expected `int` >= 1"),
+        ({"url_timeout_s": 0}, "url_timeout_s=0 is not valid: Expected `float` > 0.0"),
         ({"min_pixels": 101, "max_pixels": 100}, "min_pixels=101 is more than max_pixels=100"),
         ({"allowed_url_schemes": "https"}, r"='https' must be a tuple of names, such as \('https',\)"),
         ({"allowed_url_schemes": None}, "allowed_url_schemes=None must be a tuple"),

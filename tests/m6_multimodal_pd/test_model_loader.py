@@ -199,7 +199,7 @@ NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
     ("vision_config", {"out_hidden_size": 32}, "out_hidden_size=32 is not the language model's hidden_size=64"),
     ("vision_config", {"deepstack_visual_indexes": [0, 3]}, "deepstack_visual_indexes=[0, 3] must each be another"),
     ("vision_config", {"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes=[1, 1]"),
-    ("vision_config", {"depth": 0}, "vision_config.depth=0, which must be a whole number from 1 to 10,000"),
+    ("vision_config", {"depth": 0}, "vision_config.depth=0 is not valid: Expected `int` >= 1"),
     ("vision_config", {"num_heads": 3}, "vision_config.hidden_size=32 over 3 heads"),
     ("vision_config", {"patch_size": 0}, "vision_config.patch_size=0"),
     ("vision_config", {"patch_size": [4, 4]}, "vision_config.patch_size=[4, 4]"),
