@@ -86,7 +86,7 @@ class Forwards:
         if hasattr(self.engine, "flush_cache"):
             self.engine.flush_cache()
         batches, steps = watched(self.engine, work, Batch, StepDone)
-        return [(batch, step.execute_ms / 1e3) for batch, step in zip(batches, steps, strict=True)]
+        return [(batch, step.milliseconds("execute") / 1e3) for batch, step in zip(batches, steps, strict=True)]
 
     def _point(self, kind: str, size: int, steps: Sequence[Step]) -> Row:
         """Return the median of steps of the same kind, and the costs of one of them."""

@@ -61,7 +61,7 @@ def watched(engine: Any, call: Callable[[], object], *kinds: type) -> list[list[
 def phases(steps: Sequence[StepDone]) -> dict[str, float]:
     """Return the median seconds of each phase of these steps."""
     names = ("schedule", "execute", "sample", "update")
-    return {name: statistics.median(getattr(step, f"{name}_ms") for step in steps) / 1e3 for name in names}
+    return {name: statistics.median(step.milliseconds(name) for step in steps) / 1e3 for name in names}
 
 
 def stepped(engine: Any, arrivals: Mapping[int, Sequence[tuple[str, Any, Any]]]) -> Iterator[int]:

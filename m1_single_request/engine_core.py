@@ -63,10 +63,6 @@ class StepRecord:
         self.laps.append(Phase(phase, self.lap_began, now))
         self.lap_began = now
 
-    def milliseconds(self, phase: str) -> float:
-        """Return the time of all laps of a phase."""
-        return sum(lap.ended - lap.began for lap in self.laps if lap.name == phase) * 1e3
-
 
 class EngineCoreBase(ABC):
     """Intake, aborts, errors and totals around a step, for every milestone. It has no thread of its own."""

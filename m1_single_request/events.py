@@ -245,16 +245,9 @@ class StepDone(Event):
     """Requests that run on."""
     kv_tokens: int
     """Tokens whose KV is held after the step."""
-    schedule_ms: float = volatile()
-    """Time of the scheduling decision."""
-    execute_ms: float = volatile()
-    """Time of preparing inputs and of the model."""
-    sample_ms: float = volatile()
-    """Time of sampling."""
-    update_ms: float = volatile()
-    """Time of the commit, the outputs and the release of memory."""
     laps: tuple[Phase, ...] = volatile()
-    """The parts of the step in order: each with its phase, and its begin and end in monotonic seconds."""
+    """The parts of the step in order: each with its phase, and its begin and end in monotonic seconds. `schedule`: the
+    decision; `execute`: preparing inputs and the model; `sample`; `update`: commit, outputs, release of memory."""
 
     @classmethod
     def of(cls, record: Any, queues: Any, num_kv_tokens: Callable[[], int]) -> Self:
@@ -264,21 +257,22 @@ class StepDone(Event):
             num_waiting=len(queues.waiting),
             num_running=len(queues.running),
             kv_tokens=num_kv_tokens(),
-            schedule_ms=record.milliseconds("schedule"),
-            execute_ms=record.milliseconds("execute"),
-            sample_ms=record.milliseconds("sample"),
-            update_ms=record.milliseconds("update"),
             laps=tuple(record.laps),
         )
 
+    def milliseconds(self, phase: str) -> float:
+        """Return the time of all laps of a phase."""
+        return sum(lap.ended - lap.began for lap in self.laps if lap.name == phase) * 1e3
+
     @property
     def total_ms(self) -> float:
-        return self.schedule_ms + self.execute_ms + self.sample_ms + self.update_ms
+        return sum(lap.ended - lap.began for lap in self.laps) * 1e3
 
     def explain(self) -> str:
+        schedule, execute, sample, update = map(self.milliseconds, ("schedule", "execute", "sample", "update"))
         return (
-            f"Step of {self.total_ms:.2f} ms: schedule {self.schedule_ms:.2f}, model {self.execute_ms:.2f}, "
-            f"sample {self.sample_ms:.2f}, update and text {self.update_ms:.2f}."
+            f"Step of {self.total_ms:.2f} ms: schedule {schedule:.2f}, model {execute:.2f}, sample {sample:.2f}, "
+            f"update and text {update:.2f}."
         )
 
     def brief(self) -> str:

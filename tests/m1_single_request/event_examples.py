@@ -20,8 +20,7 @@ GREEDY = Sampled(
 )  # fmt: skip
 DRAWN = dataclasses.replace(GREEDY, greedy=False, settings="temperature 0.7, top_k 5", uniform=0.43219)
 STEP = StepDone(
-    num_tokens=31, num_waiting=2, num_running=1, kv_tokens=64, schedule_ms=0.25, execute_ms=5.5, sample_ms=1.0,
-    update_ms=0.75,
+    num_tokens=31, num_waiting=2, num_running=1, kv_tokens=64,
     laps=(
         Phase("schedule", 10.0025, 10.00275), Phase("execute", 10.00275, 10.00825),
         Phase("sample", 10.00825, 10.00925), Phase("update", 10.00925, 10.01),

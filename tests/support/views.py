@@ -32,9 +32,7 @@ def ended(rid: str, out_len: int = 2) -> Finish:
 
 def done() -> StepDone:
     return StepDone(
-        num_tokens=1, num_waiting=0, num_running=0, kv_tokens=0,
-        schedule_ms=0.0, execute_ms=0.0, sample_ms=0.0, update_ms=0.0,
-        laps=(Phase("update", 0.0, 0.0),),
+        num_tokens=1, num_waiting=0, num_running=0, kv_tokens=0, laps=(Phase("update", 0.0, 0.0),)
     )  # fmt: skip
 
 
