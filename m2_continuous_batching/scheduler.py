@@ -8,7 +8,6 @@ the step in which it ends, so no request waits for the longest one (iteration-le
 
 from collections.abc import Iterable, Mapping
 
-from m1_single_request.errors import DuplicateRequestError, shown
 from m1_single_request.events import RequestAdded
 from m1_single_request.request import BaseFinishReason, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
@@ -50,9 +49,7 @@ class Scheduler:
         self._marked: dict[str, Request] = {}  # to end at the next update
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that the input processor has checked."""
-        if request.request_id in self.requests:
-            raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
+        """Queue a request that has passed the checks of intake, with an id that is not in use."""
         self.tracer.emit(RequestAdded.of, request, len(self.waiting))
         self.requests[request.request_id] = request
         self.waiting.add_request(request)

@@ -8,7 +8,7 @@ preempted and waits again, before all new ones. Siblings (`n > 1`) start on the 
 
 from collections.abc import Iterable, Mapping
 
-from m1_single_request.errors import DuplicateRequestError, shown
+from m1_single_request.errors import shown
 from m1_single_request.events import RequestAdded
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
 from m1_single_request.sampler import SampledTokens
@@ -71,9 +71,7 @@ class Scheduler:
         self._marked: dict[str, Request] = {}  # to end at the next update
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that the input processor has checked."""
-        if request.request_id in self.requests:
-            raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
+        """Queue a request that has passed the checks of intake, with an id that is not in use."""
         self.tracer.emit(RequestAdded.of, request, len(self.waiting))
         self._num_arrivals += 1
         request.number = self._num_arrivals

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from m1_single_request.errors import DuplicateRequestError, PartError, shown
+from m1_single_request.errors import PartError
 from m1_single_request.events import RequestAdded
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
 from m1_single_request.sampler import SampledTokens
@@ -195,9 +195,7 @@ class Scheduler:
     # --- intake and totals --------------------------------------------------------------------------------------------
 
     def add_request(self, request: Req) -> None:
-        """Queue a request that the input processor has checked."""
-        if request.request_id in self.requests:
-            raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
+        """Queue a request that has passed the checks of intake, with an id that is not in use."""
         self.tracer.emit(RequestAdded.of, request, len(self.waiting_queue))
         if request.priority or request.extra_key is not None:
             self.tracer.emit(RequestOptions, rid=request.rid, priority=request.priority, extra_key=request.extra_key)
