@@ -67,17 +67,8 @@ class NativeBackend:
         assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
         assert slot_mapping.dtype == torch.int64 and slot_mapping.shape[0] == key.shape[0] == value.shape[0]
         key, value = _dense_tokens(key), _dense_tokens(value)
-        kernels.store_kv(
-            key.data_ptr(),
-            value.data_ptr(),
-            layer.key_cache.data_ptr(),
-            layer.value_cache.data_ptr(),
-            slot_mapping.data_ptr(),
-            key.shape[0],
-            key.shape[1] * key.shape[2],
-            key.stride(0),
-            value.stride(0),
-        )
+        num_tokens, width = key.shape[0], key.shape[1] * key.shape[2]
+        kernels.store_kv(key, value, *layer, slot_mapping, num_tokens, width, key.stride(0), value.stride(0))
 
     def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
         """Compute causal attention over the KV blocks. `[tokens, heads, head_dim]` in and out."""
@@ -87,16 +78,14 @@ class NativeBackend:
         assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
         query, output = _dense_tokens(query), query.new_empty(query.shape)
         tables, lengths, first = metadata.block_tables, metadata.seq_lens, metadata.num_prefills
-        cache = layer.key_cache.data_ptr(), layer.value_cache.data_ptr()
         shape = heads, layer.key_cache.shape[2], head_dim, layer.key_cache.shape[1], query.stride(0), tables.stride(0)
         rest = *shape, scale, torch.get_num_threads()
         if metadata.num_prefills:
-            where = tables.data_ptr(), metadata.query_start_loc.data_ptr(), lengths.data_ptr(), output.data_ptr()
-            kernels.attend_to_prompts(query.data_ptr(), *cache, *where, metadata.num_prefills, *rest)
+            where = tables, metadata.query_start_loc, lengths
+            kernels.attend_to_prompts(query, *layer, *where, output, metadata.num_prefills, *rest)
         if metadata.num_decodes:
             query, decoded = query[metadata.num_prefill_tokens :], output[metadata.num_prefill_tokens :]
-            of_decodes = tables[first:].data_ptr(), lengths[first:].data_ptr(), decoded.data_ptr()
-            kernels.attend(query.data_ptr(), *cache, *of_decodes, metadata.num_decodes, *rest)
+            kernels.attend(query, *layer, tables[first:], lengths[first:], decoded, metadata.num_decodes, *rest)
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -107,18 +96,8 @@ class NativeBackend:
         x = _dense_tokens(x)
         y = x.new_empty(x.shape)
         heads = x.shape[1] if x.dim() == 3 else 1
-        kernels.rms_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
-            x.shape[0],
-            heads,
-            width,
-            x.stride(0),
-            weight.dim() == 2,
-            eps,
-            torch.get_num_threads(),
-        )
+        shape = x.shape[0], heads, width, x.stride(0)
+        kernels.rms_norm(x, weight, y, *shape, weight.dim() == 2, eps, torch.get_num_threads())
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -128,16 +107,7 @@ class NativeBackend:
             return self._torch.add_rms_norm(x, residual, weight, eps)
         x, residual = x.contiguous(), residual.contiguous()
         y = x.new_empty(rows, width)
-        kernels.add_rms_norm(
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
-            rows,
-            width,
-            eps,
-            torch.get_num_threads(),
-        )
+        kernels.add_rms_norm(x, residual, weight, y, rows, width, eps, torch.get_num_threads())
         return y, residual
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -146,16 +116,8 @@ class NativeBackend:
         if kernels is None or head_dim % (2 * LANES):
             return self._torch.rotary(heads, cos, sin)
         heads, cos, sin = _dense_tokens(heads), cos.contiguous(), sin.contiguous()
-        kernels.rotary(
-            heads.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            num_tokens,
-            num_heads,
-            head_dim // 2,
-            heads.stride(0),
-            torch.get_num_threads(),
-        )
+        shape = num_tokens, num_heads, head_dim // 2, heads.stride(0)
+        kernels.rotary(heads, cos, sin, *shape, torch.get_num_threads())
         return heads
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -166,7 +128,7 @@ class NativeBackend:
             return self._torch.silu_mul(gate_up)
         gate_up = gate_up.contiguous()
         y = gate_up.new_empty(rows, width)
-        kernels.silu_mul(gate_up.data_ptr(), y.data_ptr(), rows, width, torch.get_num_threads())
+        kernels.silu_mul(gate_up, y, rows, width, torch.get_num_threads())
         return y
 
     def step(self, model: Any, kv: KVStorage) -> NativeStep | str:
@@ -201,25 +163,15 @@ class NativeLinear:
         weight = weight.contiguous()
         self.packed = weight.new_empty(-(-self.out_features // PANEL) * PANEL, self.in_features)
         self.bias = None if bias is None else bias.contiguous()
-        kernels.pack(
-            weight.data_ptr(), self.packed.data_ptr(), self.in_features, self.out_features, torch.get_num_threads()
-        )
+        kernels.pack(weight, self.packed, self.in_features, self.out_features, torch.get_num_threads())
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the output `[tokens, out_features]` for `hidden` `[tokens, in_features]`."""
         assert hidden.shape[1] == self.in_features and hidden.dtype == self.packed.dtype
         hidden, rows = hidden.contiguous(), hidden.shape[0]
         y = hidden.new_empty(rows, self.out_features)
-        self._kernels.linear(
-            hidden.data_ptr(),
-            self.packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            y.data_ptr(),
-            rows,
-            self.in_features,
-            self.out_features,
-            torch.get_num_threads(),
-        )
+        shape = rows, self.in_features, self.out_features
+        self._kernels.linear(hidden, self.packed, self.bias, y, *shape, torch.get_num_threads())
         return y
 
 

@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from torch import Tensor
+
 SOURCES = Path(__file__).with_name("native")  # kernels.cpp and what it includes
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 LINK = ("-fopenmp", "-shared", "-fPIC")  # torch loads the same OpenMP library, so both share its threads
@@ -28,17 +30,27 @@ BUILD_PREFIX = ".building-"  # of the names of temporary build directories
 BUILD_BYTES = 2**20  # free disk space for a build; a linker that lacks it fails without a clear message
 DIGEST_SIZE = hashlib.sha256().digest_size
 
+
+class T:
+    """An argument that is a tensor, or None: the function gets the address of its first element."""
+
+    @staticmethod
+    def from_param(argument: Tensor | int | None) -> ctypes.c_void_p:
+        """Return the address, for ctypes. An `int` is one already."""
+        return ctypes.c_void_p(argument.data_ptr() if isinstance(argument, Tensor) else argument)
+
+
 P, N, INT, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float  # pointer, size, flag, number
 SIGNATURES = {
-    "pack": (P, P, N, N, INT),
-    "linear": (P, P, P, P, N, N, N, INT),
-    "attend": (P, P, P, P, P, P, N, N, N, N, N, N, N, F, INT),
-    "attend_to_prompts": (P, P, P, P, P, P, P, N, N, N, N, N, N, N, F, INT),
-    "store_kv": (P, P, P, P, P, N, N, N, N),
-    "rms_norm": (P, P, P, N, N, N, N, INT, F, INT),
-    "add_rms_norm": (P, P, P, P, N, N, F, INT),
-    "rotary": (P, P, P, N, N, N, N, INT),
-    "silu_mul": (P, P, N, N, INT),
+    "pack": (T, T, N, N, INT),
+    "linear": (T, T, T, T, N, N, N, INT),
+    "attend": (T, T, T, T, T, T, N, N, N, N, N, N, N, F, INT),
+    "attend_to_prompts": (T, T, T, T, T, T, T, N, N, N, N, N, N, N, F, INT),
+    "store_kv": (T, T, T, T, T, N, N, N, N),
+    "rms_norm": (T, T, T, N, N, N, N, INT, F, INT),
+    "add_rms_norm": (T, T, T, T, N, N, F, INT),
+    "rotary": (T, T, T, N, N, N, N, INT),
+    "silu_mul": (T, T, N, N, INT),
     "run_layers": (P,),
     "run_step": (P,),
 }
