@@ -31,10 +31,10 @@ def check_fields(record: Any, error: type[EngineError]) -> None:
     A whole number in a `float` field becomes a `float`. The dataclass checks its other fields itself.
     """
     for name, annotation in _annotations(type(record)).items():
-        object.__setattr__(record, name, checked(name, getattr(record, name), annotation, error))
+        object.__setattr__(record, name, valid(name, getattr(record, name), annotation, error))
 
 
-def checked(name: str, value: Any, annotation: Any, error: type[EngineError]) -> Any:
+def valid(name: str, value: Any, annotation: Any, error: type[EngineError]) -> Any:
     """Return `value`, converted to its annotation. Raise `error`, with its name, if it breaks the annotation."""
     try:
         return msgspec.convert(float(value) if isinstance(value, float) else value, annotation)  # NumPy's floats, too

@@ -6,7 +6,7 @@ limit. vLLM: `v1/engine/input_processor.py`; SGLang: `tokenizer_manager.py`, a s
 
 from collections.abc import Mapping, Sequence as SequenceOf
 from functools import cached_property
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from jinja2 import Environment, TemplateError, meta
 
@@ -40,6 +40,19 @@ class RequestOptions(TypedDict, total=False):
 
 LONGEST_NAME = 4096  # characters of a request id or a cache salt; every message about a request contains them
 TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # transformers' own
+
+
+class Arrival(NamedTuple):
+    """A prompt and its parameters, tokenized and checked, from which the request is built."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt if it was passed as text, or None."""
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    time: float
+    """Monotonic seconds."""
 
 
 class InputProcessor:
@@ -86,23 +99,16 @@ class InputProcessor:
         self.check_limits(token_ids, params, request_id)
         seed = derive_seed(self.seed, number) if params.seed is None else params.seed
         text = prompt if isinstance(prompt, str) else None
+        arrival = Arrival(request_id, text, token_ids, params, seed, arrival_time)
         extra: dict[str, Any] = {**options}  # keyword arguments of a later milestone's `build_request`
-        return self.build_request(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time, **extra)
+        return self.build_request(arrival, **extra)
 
-    def build_request(
-        self,
-        request_id: str,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        arrival_time: float,
-    ) -> Request:
-        """Build a request from checked values. `text` is the prompt if it was passed as text, or None."""
+    def build_request(self, arrival: Arrival) -> Request:
+        """Build a request. A later milestone adds keyword arguments for its options."""
+        request_id, prompt, token_ids, params, seed, arrival_time = arrival
         detokenizer = self.detokenizer_class(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
         sequence = Sequence(request_id, token_ids, params, detokenizer)
-        return self.request_class(request_id, text, sequence, seed, arrival_time)
+        return self.request_class(request_id, prompt, sequence, seed, arrival_time)
 
     def apply_chat_template(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids of messages rendered with the tokenizer's chat template, up to the assistant's answer.

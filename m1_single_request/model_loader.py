@@ -27,7 +27,7 @@ from transformers.utils.hub import cached_file
 
 from m1_single_request.config import DEFAULT_MODEL, ModelConfig
 from m1_single_request.errors import LONGEST_REASON, ConfigError, ModelLoadError, shown, shown_path
-from m1_single_request.field_rules import checked
+from m1_single_request.field_rules import valid
 from m1_single_request.precision import choose_dtype, count_weights, named_dtype
 
 LONGEST_ID = 96  # characters of a hub id; the hub has none longer
@@ -262,7 +262,7 @@ def _text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
 
 def check_size(name: str, field: str, value: Any, *, low: int = 1, high: int = LARGEST_SIZE) -> None:
     """Raise `ModelLoadError` unless a field of config.json is a whole number from `low` to `high`."""
-    checked(f"{name}: in config.json, {field}", value, Annotated[int, Meta(ge=low, le=high)], ModelLoadError)
+    valid(f"{name}: in config.json, {field}", value, Annotated[int, Meta(ge=low, le=high)], ModelLoadError)
 
 
 def _generation_config(name: str) -> GenerationConfig | None:

@@ -13,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from m1_single_request.errors import InvalidParamsError, is_unicode, shown
-from m1_single_request.field_rules import Int, NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields, checked
+from m1_single_request.field_rules import Int, NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields, valid
 
 Bias = Annotated[float, Meta(ge=-100, le=100)]  # enough to force or to ban a token; the OpenAI API has the same range
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -112,7 +112,7 @@ def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
     is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray)
     if not is_list or len(ids) > MAX_TOKEN_IDS:
         raise InvalidParamsError(f"stop_token_ids={shown(ids)} must be a list of at most {MAX_TOKEN_IDS:,} token ids")
-    token_ids: list[int] = checked("stop_token_ids", list(ids), list[NonNegativeInt], InvalidParamsError)
+    token_ids: list[int] = valid("stop_token_ids", list(ids), list[NonNegativeInt], InvalidParamsError)
     return tuple(dict.fromkeys(token_ids))
 
 
@@ -121,4 +121,4 @@ def _bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
         return None
     if not isinstance(bias, Mapping) or len(bias) > MAX_TOKEN_IDS:
         raise InvalidParamsError(f"logit_bias={shown(bias)} must map at most {MAX_TOKEN_IDS:,} token ids to numbers")
-    return checked("logit_bias", dict(bias), dict[NonNegativeInt, Bias], InvalidParamsError) or None
+    return valid("logit_bias", dict(bias), dict[NonNegativeInt, Bias], InvalidParamsError) or None

@@ -10,7 +10,11 @@ from typing import Any
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidParamsError, shown
-from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
+from m1_single_request.input_processor import (
+    Arrival,
+    InputProcessor as SingleRequestInputProcessor,
+    check_model_len,
+)
 from m1_single_request.model_loader import ModelDescription
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
@@ -55,25 +59,9 @@ class InputProcessor(SingleRequestInputProcessor):
                 f"{self.block_size} tokens; the whole KV memory has {self.num_blocks}"
             )
 
-    def build_request(
-        self,
-        request_id: str,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        arrival_time: float,
-    ) -> Request:
+    def build_request(self, arrival: Arrival) -> Request:
         """Build a request, or for `n > 1` a parent of `n` requests."""
-        build_one = super().build_request
-        if params.n == 1:
-            return build_one(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
-
-        def build_child(child_id: str, params: SamplingParams, seed: int) -> Request:
-            return build_one(child_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
-
-        return build_parent(request_id, params, seed, build_child)
+        return build_family(arrival, super().build_request)
 
 
 def check_n(params: SamplingParams) -> None:
@@ -82,14 +70,19 @@ def check_n(params: SamplingParams) -> None:
         raise InvalidParamsError(f"n={params.n} is too large: one request has at most {MAX_N:,} continuations")
 
 
-def build_parent(
-    request_id: str, params: SamplingParams, seed: int, build_child: Callable[[str, SamplingParams, int], Any]
-) -> ParentRequest:
-    """Build a parent of `n` requests: child i is `request_id/i` and draws from `seed + i`.
+def build_family(arrival: Arrival, build_one: Callable[[Arrival], Any]) -> Request:
+    """Build a request by `build_one`, or for `n > 1` a parent of `n` requests: child i is `request_id/i` and draws from
+    `seed + i`.
 
-    The prompt's log-probabilities are the same for all children, so only the first one computes them. `build_child`
-    makes a request from its id, parameters and seed, of any class with a `parent_id`.
+    The prompt's log-probabilities are the same for all children, so only the first one computes them. `build_one` makes
+    a request of any class with a `parent_id`.
     """
+    request_id, params, seed = arrival.request_id, arrival.params, arrival.seed
+    if params.n == 1:
+        return build_one(arrival)
     first, others = replace(params, n=1), replace(params, n=1, prompt_logprobs=None)
-    children = [build_child(f"{request_id}/{i}", others if i else first, seed + i) for i in range(params.n)]
+    children = [
+        build_one(arrival._replace(request_id=f"{request_id}/{i}", params=others if i else first, seed=seed + i))
+        for i in range(params.n)
+    ]
     return ParentRequest(children, request_id=request_id)

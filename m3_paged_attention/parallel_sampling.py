@@ -1,7 +1,7 @@
 """Parallel sampling (`n > 1`): one request for the caller, n requests for the scheduler.
 
 The engine core calls this class for intake, aborts and reset, and the scheduler for steps. It queues the children of a
-`ParentRequest` (made by `build_parent` in `input_processor.py`), and reports the parent when children change; a request
+`ParentRequest` (made by `build_family` in `input_processor.py`), and reports the parent when children change; a request
 with `n = 1` is passed on unchanged. New in m3, because children of one prompt are worthwhile only if they share its KV.
 vLLM: `v1/engine/parallel_sampling.py`; SGLang expands `n` in its tokenizer manager.
 """

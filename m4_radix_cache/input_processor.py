@@ -7,8 +7,9 @@ request gets an upper bound: `max_tokens`, clipped to the model's length and to 
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidRequestError, shown
-from m1_single_request.field_rules import Int, checked
+from m1_single_request.field_rules import Int, valid
 from m1_single_request.input_processor import (
+    Arrival,
     InputProcessor as SingleRequestInputProcessor,
     check_model_len,
     check_name,
@@ -18,7 +19,7 @@ from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
 from m3_paged_attention.errors import KVCapacityError
-from m3_paged_attention.input_processor import build_parent, check_n
+from m3_paged_attention.input_processor import build_family, check_n
 from m4_radix_cache.request import Req
 
 
@@ -51,31 +52,13 @@ class InputProcessor(SingleRequestInputProcessor):
         check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
         check_kv_room(token_ids, self.max_total_tokens, request_id)
 
-    def build_request(
-        self,
-        request_id: str,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        arrival_time: float,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> Request:
+    def build_request(self, arrival: Arrival, *, priority: int = 0, cache_salt: str | None = None) -> Request:
         """Return a request, or the parent of `n` requests, with its priority and its cache namespace.
 
         Raises `InvalidRequestError` unless the priority is a whole number and the salt is text or None.
         """
-        build_one = super().build_request
-
-        def build_child(child_id: str, params: SamplingParams, seed: int) -> Request:
-            req = build_one(child_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
-            return set_options(req, priority, cache_salt, min(self.max_model_len, self.max_total_tokens - 1))
-
-        if params.n == 1:
-            return build_child(request_id, params, seed)
-        return build_parent(request_id, params, seed, build_child)
+        build, longest = super().build_request, min(self.max_model_len, self.max_total_tokens - 1)
+        return build_family(arrival, lambda one: set_options(build(one), priority, cache_salt, longest))
 
 
 def set_options(request: Request, priority: int, cache_salt: str | None, max_total_len: int) -> Req:
@@ -84,7 +67,7 @@ def set_options(request: Request, priority: int, cache_salt: str | None, max_tot
     assert isinstance(request, Req), "the part `request` must be a Req"
     if cache_salt is not None:
         check_name("cache_salt", cache_salt)
-    request.priority = checked("priority", priority, Int, InvalidRequestError)
+    request.priority = valid("priority", priority, Int, InvalidRequestError)
     request.extra_key = cache_salt
     request.max_new_tokens = min(request.max_new_tokens, max_total_len - len(request.origin_input_ids))
     return request

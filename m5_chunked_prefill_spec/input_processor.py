@@ -6,13 +6,17 @@ model's length and the KV memory. A request may switch drafts off (`speculate=Fa
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidRequestError
-from m1_single_request.field_rules import checked
-from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
+from m1_single_request.field_rules import valid
+from m1_single_request.input_processor import (
+    Arrival,
+    InputProcessor as SingleRequestInputProcessor,
+    check_model_len,
+)
 from m1_single_request.model_loader import ModelDescription
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
-from m3_paged_attention.input_processor import build_parent, check_n
+from m3_paged_attention.input_processor import build_family, check_n
 from m4_radix_cache.input_processor import check_kv_room, set_options
 from m5_chunked_prefill_spec.request import Req
 
@@ -49,32 +53,19 @@ class InputProcessor(SingleRequestInputProcessor):
         check_kv_room(token_ids, self.max_total_tokens, request_id)
 
     def build_request(
-        self,
-        request_id: str,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        arrival_time: float,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        speculate: bool = True,
+        self, arrival: Arrival, *, priority: int = 0, cache_salt: str | None = None, speculate: bool = True
     ) -> Request:
         """Return a request, or the parent of `n` requests, with its options.
 
         Raises `InvalidRequestError` for a priority that is no whole number, a salt that is no text, or a `speculate`
         that is neither True nor False.
         """
-        build_one = super().build_request
+        build, longest = super().build_request, min(self.max_model_len, self.max_total_tokens - 1)
 
-        def build_child(child_id: str, params: SamplingParams, seed: int) -> Request:
-            req = build_one(child_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
-            own = set_options(req, priority, cache_salt, min(self.max_model_len, self.max_total_tokens - 1))
-            assert isinstance(own, Req), "the part `request` must be a Req"
-            own.speculate = checked("speculate", speculate, bool, InvalidRequestError)
-            return own
+        def build_one(arrival: Arrival) -> Req:
+            req = set_options(build(arrival), priority, cache_salt, longest)
+            assert isinstance(req, Req), "the part `request` must be a Req"
+            req.speculate = valid("speculate", speculate, bool, InvalidRequestError)
+            return req
 
-        if params.n == 1:
-            return build_child(request_id, params, seed)
-        return build_parent(request_id, params, seed, build_child)
+        return build_family(arrival, build_one)

@@ -14,7 +14,7 @@ from msgspec import Meta
 from transformers import PreTrainedConfig
 
 from m1_single_request.errors import ModelLoadError, shown
-from m1_single_request.field_rules import checked
+from m1_single_request.field_rules import valid
 from m1_single_request.model_loader import check_size, head_dim
 from m3_paged_attention.models.rotary import FREQUENCIES, RopeConfig, yarn_attention_factor
 
@@ -108,7 +108,7 @@ def check_not_quantized(name: str, config: PreTrainedConfig) -> None:
 def _check_sizes(name: str, decoder: DecoderConfig) -> None:
     check_size(name, "head_dim", decoder.head_dim)  # it may be derived; `describe` has checked the others
     for field in ("rms_norm_eps", "initializer_range"):
-        checked(f"{name}: in config.json, {field}", getattr(decoder, field), Constant, ModelLoadError)
+        valid(f"{name}: in config.json, {field}", getattr(decoder, field), Constant, ModelLoadError)
     if decoder.num_heads % decoder.num_kv_heads:
         raise ModelLoadError(f"{name}: {decoder.num_heads} heads are not a multiple of {decoder.num_kv_heads} KV heads")
     if decoder.head_dim % 2:
@@ -168,5 +168,5 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
 def _rope_number(name: str, parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = parameters.get(key)
     value = default if value is None else value
-    number: float = checked(f"{name}: in rope_parameters, {key}", value, RopeNumber, ModelLoadError)
+    number: float = valid(f"{name}: in rope_parameters, {key}", value, RopeNumber, ModelLoadError)
     return number

@@ -24,7 +24,7 @@ from typing import Protocol
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError, shown
-from m1_single_request.field_rules import PositiveInt, checked
+from m1_single_request.field_rules import PositiveInt, valid
 from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.runtime.frames import Frames
 from m6_multimodal_pd.disaggregation.runtime.messages import Ticket
@@ -76,7 +76,7 @@ class StagedSource:
         """`checksums`: make one of each page, to find wrong writes."""
         self.store = store
         self.segments = segments
-        self.num_frames: int = checked("num_frames", num_frames, PositiveInt, ConfigError)
+        self.num_frames: int = valid("num_frames", num_frames, PositiveInt, ConfigError)
         self.checksums = checksums
         self.targets: dict[str, Outgoing] = {}
         """By name of the decode engine."""
