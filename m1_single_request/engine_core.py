@@ -77,9 +77,11 @@ class EngineCoreBase(ABC):
         output_processor: OutputProcessor,
         parts: Mapping[str, Any],
         tracer: Tracer,
+        *,
+        intake: Any = None,
     ) -> None:
-        """`queues`: the owner of all unfinished requests, the scheduler or a part in front of it. `parts`: classes by
-        role, for error messages."""
+        """`queues`: the owner of all unfinished requests, a scheduler for example. `intake`: a part in front of it, for
+        new requests, aborts and resets (m3); None: `queues`. `parts`: classes by role, for error messages."""
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.tracer = tracer
@@ -88,6 +90,7 @@ class EngineCoreBase(ABC):
         self.was_interrupted = False
         self.is_changing = False
         self._queues = queues
+        self._intake = queues if intake is None else intake
         self._parts = parts
         self._open: dict[str, Request] = {}  # requests whose end no step has returned yet
         self._record = StepRecord()
@@ -128,12 +131,12 @@ class EngineCoreBase(ABC):
     def add_request(self, request: Request) -> None:
         """Queue a checked request; it runs in later steps."""
         self.check_alive()
-        self._queues.add_request(request)
+        self._intake.add_request(request)
         self._open[request.request_id] = request
 
     def abort_request(self, request_id: str) -> bool:
         """Mark a request to end at the next step's update. False if it is unknown, finished or already marked."""
-        return self.dead is None and bool(self._queues.finish_requests([request_id], FinishAbort()))
+        return self.dead is None and bool(self._intake.finish_requests([request_id], FinishAbort()))
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `run_step()` has anything to do."""
@@ -220,7 +223,7 @@ class EngineCoreBase(ABC):
         error = self._judged(error)
         if self.dead is not None:
             request_ids = list(self._queues.requests)
-        self._queues.finish_requests(request_ids, FinishError(error))
+        self._intake.finish_requests(request_ids, FinishError(error))
 
     def _judged(self, error: Exception) -> Exception:
         """Return `error`. A lost device makes it an `EngineDeadError`, and the engine dead."""
@@ -243,7 +246,7 @@ class EngineCoreBase(ABC):
     def _forget_all(self, reason: BaseFinishReason) -> None:
         """End all requests without a step. Queues, KV memory and caches are as they were at the start."""
         try:
-            self._queues.reset(reason)
+            self._intake.reset(reason)
         finally:
             with suppress(torch.AcceleratorError):  # a lost device holds nothing any more
                 self.clear_kv_caches()
@@ -253,7 +256,7 @@ class EngineCoreBase(ABC):
         record.lap("update")
         self.iteration += 1
         self._num_prompt_tokens += record.num_prompt_tokens
-        self._num_output_tokens = self._queues.num_output_tokens
+        self._num_output_tokens = self._queues.updater.num_output_tokens
         for request in record.changed:
             if request.finish_reason is not None:
                 reason = request.finish_reason.reason

@@ -39,6 +39,7 @@ class Scheduler:
     waiting: deque[Request]
     running: list[Request]
     """Empty, or one request."""
+    updater: RequestUpdater
 
     def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None:
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
@@ -103,11 +104,6 @@ class Scheduler:
         self.running.clear()
         for request in requests.values():
             self.updater.end(request, reason)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens since the start, of all requests."""
-        return self.updater.num_output_tokens
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the queues contradict each other; tests call this after every step."""

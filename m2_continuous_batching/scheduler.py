@@ -32,6 +32,7 @@ class Scheduler:
     requests: dict[str, Request]
     waiting: FCFSRequestQueue[Request]
     running: list[Request]
+    updater: RequestUpdater
 
     def __init__(
         self, *, scheduler_config: SchedulerConfig, kv_manager: SlotManager, stop_checker: StopChecker, tracer: Tracer
@@ -120,11 +121,6 @@ class Scheduler:
         for request in requests.values():
             self.kv_manager.release(request.request_id)
             self.updater.end(request, reason)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of output tokens since the start, of all requests."""
-        return self.updater.num_output_tokens
 
     def check_invariants(self) -> None:
         """Raise AssertionError if queues and memory contradict each other; tests call this after every step."""

@@ -6,7 +6,7 @@ with `n = 1` is passed on unchanged. New in m3, because children of one prompt a
 vLLM: `v1/engine/parallel_sampling.py`; SGLang expands `n` in its tokenizer manager.
 """
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable
 from typing import Any
 
 from m1_single_request.errors import DuplicateRequestError, shown
@@ -23,19 +23,6 @@ class RequestFamilies:
         self.scheduler = scheduler
         self.tracer = tracer
         self._parents: dict[str, ParentRequest] = {}  # request id -> unfinished parent
-
-    @property
-    def requests(self) -> Mapping[str, Request]:
-        """Scheduled requests by id: children, not parents."""
-        return self.scheduler.requests
-
-    @property
-    def running(self) -> Sized:
-        return self.scheduler.running
-
-    @property
-    def waiting(self) -> Sized:
-        return self.scheduler.waiting
 
     def add_request(self, request: Request) -> None:
         """Queue a request, or all children of a parent.
@@ -65,7 +52,7 @@ class RequestFamilies:
             ids = [request_id] if parent is None else [c.request_id for c in parent.children if not c.is_finished]
             if self.scheduler.finish_requests(ids, reason):
                 marked.append(request_id)
-                parent = parent or self._parent_of(self.requests[ids[0]])
+                parent = parent or self._parent_of(self.scheduler.requests[ids[0]])
                 if parent is not None and isinstance(reason, FinishAbort):
                     parent.reassign_prompt_logprobs()
         return marked
@@ -94,8 +81,3 @@ class RequestFamilies:
         for parent in self._parents.values():
             parent.update_from_children()
         self._parents.clear()
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of output tokens since the start, of all requests."""
-        return self.scheduler.updater.num_output_tokens
