@@ -47,8 +47,6 @@ class EngineStarted(Event):
     """Limit of prompt and output together, in tokens."""
     num_positions: int
     """Positions of the model, in tokens."""
-    eos_token_ids: tuple[int, ...]
-    """Tokens that end an answer: config, generation config and tokenizer together."""
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> Self:
@@ -68,7 +66,6 @@ class EngineStarted(Event):
             kv_bytes_per_token=loaded.kv_bytes_per_token,
             max_model_len=loaded.max_model_len,
             num_positions=config.max_position_embeddings,
-            eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
         )
 
     def explain(self) -> str:

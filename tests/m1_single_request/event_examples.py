@@ -9,7 +9,7 @@ from m1_single_request.trace_event import Phase
 STARTED = EngineStarted(
     model="tiny", architecture="Qwen3ForCausalLM", device="cpu", dtype="float32", named_dtype="bfloat16",
     num_parameters=4_200_000, weight_bytes=16_800_000, num_layers=4, num_kv_heads=2, head_dim=64,
-    kv_bytes_per_token=4096, max_model_len=512, num_positions=512, eos_token_ids=(91, 89),
+    kv_bytes_per_token=4096, max_model_len=512, num_positions=512,
 )  # fmt: skip
 SHORTENED = dataclasses.replace(STARTED, named_dtype="float16", num_positions=40_960)
 PREFILL = Batch(mode="prefill", rids=("req-7",), extend_lens=(31,), prefix_lens=(0,), seq_lens=(31,))
