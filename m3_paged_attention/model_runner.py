@@ -8,6 +8,7 @@ to another process or wait on the device, without a matrix of logits. vLLM: `v1/
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -90,14 +91,9 @@ class ModelRunner:
         of_prompts, errors = self._prompt_logprobs(rows, hidden)
         batch = SamplingRows([row.state.sampling_row for row in rows], logits.shape[-1], logits.device)
         sampled = self.sampler([row.state.req_id for row in rows], batch, logits)
-        return ModelRunnerOutput(
-            req_ids=sampled.req_ids,
-            sampled_token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            prompt_logprobs=of_prompts,
-            errors=errors | sampled.errors,
-            sample_seconds=time.perf_counter() - start_time,
-        )
+        errors |= sampled.errors
+        seconds = time.perf_counter() - start_time
+        return replace(sampled, prompt_logprobs=of_prompts, errors=errors, sample_seconds=seconds)
 
     def prepare_inputs(self, rows: Sequence[BatchRow]) -> ModelInput:
         """Convert the rows of a step to tensors on the model's device."""
@@ -122,10 +118,10 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, rows: Sequence[BatchRow], hidden: Tensor
-    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, ForwardError]]:
+    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, Exception]]:
         """Return log-probabilities, or errors, by request id, of the prompts in this step that request them."""
         found: dict[str, tuple[LogprobRow, ...]] = {}
-        errors: dict[str, ForwardError] = {}
+        errors: dict[str, Exception] = {}
         start = 0
         for row in rows:
             end = start + row.num_tokens

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow as
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.events import sampled_row
+from m3_paged_attention.outputs import ModelRunnerOutput
 
 ROWS_AT_A_TIME = 256  # of prompt logits: [rows, vocabulary] in float32 is the largest tensor of all
 
@@ -109,15 +110,6 @@ def plain_metadata(num_rows: int, device: torch.device) -> SamplingMetadata:
     )
 
 
-class SampledRows(NamedTuple):
-    """Result of sampling a step: parallel lists of the rows with a token, and request id -> error for the others."""
-
-    req_ids: list[str]
-    token_ids: list[list[int]]
-    logprobs: list[Sequence[LogprobRow | None]]
-    errors: dict[str, ForwardError]
-
-
 class RowSampler:
     """Runs the sampler once for all rows of a step."""
 
@@ -126,7 +118,7 @@ class RowSampler:
         self.token_text = token_text
         self.tracer = tracer
 
-    def __call__(self, req_ids: Sequence[str], batch: SamplingBatch, logits: Tensor) -> SampledRows:
+    def __call__(self, req_ids: Sequence[str], batch: SamplingBatch, logits: Tensor) -> ModelRunnerOutput:
         """Sample the next token of each row of float32 `logits` `[rows, vocab]`; `req_ids` are the rows' requests."""
         is_broken = None
         if not logits.is_cpu or not math.isfinite(logits.sum()):
@@ -142,9 +134,9 @@ class RowSampler:
         metadata: SamplingMetadata,
         chosen: SamplerOutput,
         is_broken: Tensor | None,
-    ) -> SampledRows:
+    ) -> ModelRunnerOutput:
         """Return the sampled tokens by request; `is_broken`: bool `[rows]`, the rows whose logits are not finite."""
-        errors = {}
+        errors: dict[str, ForwardError] = {}
         if is_broken is not None:
             errors = {
                 req_id: not_finite(req_id) for req_id, flag in zip(req_ids, is_broken.tolist(), strict=True) if flag
@@ -154,9 +146,9 @@ class RowSampler:
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in errors]
         for i in kept:
             self.tracer.emit(sampled_row, req_ids[i], batch, logits, metadata, chosen, i, self.token_text)
-        return SampledRows(
+        return ModelRunnerOutput(
             req_ids=[req_ids[i] for i in kept],
-            token_ids=[[chosen.token_ids[i]] for i in kept],
+            sampled_token_ids=[[chosen.token_ids[i]] for i in kept],
             logprobs=[[chosen.logprobs[i]] for i in kept],
             errors=errors,
         )

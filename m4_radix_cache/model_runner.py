@@ -8,6 +8,7 @@ model, its kernels, the KV storage and the sampler are m3's. SGLang: `model_exec
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -75,14 +76,9 @@ class ModelRunner:
         began = time.perf_counter()
         of_prompts, errors = self._prompt_logprobs(batch, hidden) if batch.prompts_to_rate else ({}, {})
         sampled = self.sampler(batch.rids, batch.sampling_info, logits)
-        return ModelRunnerOutput(
-            req_ids=sampled.req_ids,
-            sampled_token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            prompt_logprobs=of_prompts,
-            errors=errors | sampled.errors,
-            sample_seconds=time.perf_counter() - began,
-        )
+        errors |= sampled.errors
+        seconds = time.perf_counter() - began
+        return replace(sampled, prompt_logprobs=of_prompts, errors=errors, sample_seconds=seconds)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states `[total_tokens, hidden_size]`. The only call of the model."""
@@ -102,10 +98,10 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, batch: ModelWorkerBatch, hidden: Tensor
-    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, ForwardError]]:
+    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, Exception]]:
         """Return the log-probabilities of the prompts to rate and the errors of the others, both by request id."""
         found: dict[str, tuple[LogprobRow, ...]] = {}
-        errors: dict[str, ForwardError] = {}
+        errors: dict[str, Exception] = {}
         start = 0
         for rid, num_tokens in batch.num_scheduled_tokens.items():
             if rid in batch.prompts_to_rate:

@@ -125,7 +125,7 @@ class ModelRunner:
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         began = time.perf_counter()
         prompt_rows: dict[str, tuple[LogprobRow, ...]] = {}
-        errors: dict[str, ForwardError] = {}
+        errors: dict[str, Exception] = {}
         if batch.prompts_to_rate:
             prompt_rows, errors = self._prompt_logprobs(batch, hidden, forward_batch.starts)
         if not any(batch.sample_lens):  # the step is one piece of a prompt
@@ -134,11 +134,11 @@ class ModelRunner:
         sampled = self.rejection_sampler(batch.rids, batch.sampling_info, logits, batch.sample_lens, drafts)
         sample_seconds = time.perf_counter() - began
         if self.draft_runner is not None:
-            accepted = dict(zip(sampled.req_ids, sampled.token_ids, strict=True))
+            accepted = dict(zip(sampled.req_ids, sampled.sampled_token_ids, strict=True))
             self.draft_runner.follow(batch, drafts, [len(accepted.get(rid, [0])) - 1 for rid in batch.rids])
         return ModelRunnerOutput(
             req_ids=sampled.req_ids,
-            sampled_token_ids=sampled.token_ids,
+            sampled_token_ids=sampled.sampled_token_ids,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_rows,
             errors=errors | sampled.errors,
@@ -177,10 +177,10 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, batch: ModelWorkerBatch, hidden: Tensor, starts: np.ndarray
-    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, ForwardError]]:
+    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, Exception]]:
         """Return the prompt log-probabilities of `prompts_to_rate`, and the errors of the others, by request id."""
         found: dict[str, tuple[LogprobRow, ...]] = {}
-        errors: dict[str, ForwardError] = {}
+        errors: dict[str, Exception] = {}
         for place, rid in enumerate(batch.rids):
             if rid in batch.prompts_to_rate:
                 token_ids, num_best = batch.prompts_to_rate[rid]

@@ -36,7 +36,8 @@ from m1_single_request.sampler import (
 )
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.row_sampler import RowSampler, SampledRows, without_broken_rows
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.row_sampler import RowSampler, without_broken_rows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
@@ -61,7 +62,7 @@ class RejectionSampler:
         logits: Tensor,
         sample_lens: Sequence[int],
         drafts: Drafts | None,
-    ) -> SampledRows:
+    ) -> ModelRunnerOutput:
         """Return the tokens of each request: the accepted drafts, and one token of the target.
 
         `logits` float32 `[sum(sample_lens), vocab]`: `sample_lens[i]` rows of the i-th request, one more than it has
@@ -76,15 +77,16 @@ class RejectionSampler:
         broken = is_broken.tolist()
         if drafts is not None and drafts.probs is not None:
             chosen = self._reject(info, logits, metadata, sample_lens, drafts, chosen)
-        sampled = SampledRows([], [], [], {})
+        errors: dict[str, ForwardError] = {}
+        sampled = ModelRunnerOutput([], [], [], errors=errors)
         first = 0
         for place, (req_id, count) in enumerate(zip(req_ids, sample_lens, strict=True)):
             if count:
-                run = self._run(req_id, chosen, first, draft_token_ids[place], broken, sampled.errors)
+                run = self._run(req_id, chosen, first, draft_token_ids[place], broken, errors)
                 if run:
                     rows = range(first, first + len(run))
                     sampled.req_ids.append(req_id)
-                    sampled.token_ids.append(run)
+                    sampled.sampled_token_ids.append(run)
                     sampled.logprobs.append([chosen.logprobs[row] for row in rows])
                     params, text = info.params[place], self.token_text
                     for row in rows:

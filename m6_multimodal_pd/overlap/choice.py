@@ -11,7 +11,8 @@ from torch import Tensor
 
 from m1_single_request.sampler import Sampler, asked_logprobs, sampler_output
 from m1_single_request.sampling_metadata import SamplingMetadata
-from m3_paged_attention.row_sampler import RowSampler, SampledRows, without_broken_rows
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.row_sampler import RowSampler, without_broken_rows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 
 
@@ -44,7 +45,7 @@ class Choice:
         choice = cls(logits, metadata, tokens.to("cpu", non_blocking=True), broken, on_host)
         return choice, tokens.clamp(0, logits.shape[-1] - 1)
 
-    def read(self, sampler: RowSampler, rids: Sequence[str], info: SamplingBatchInfo) -> SampledRows:
+    def read(self, sampler: RowSampler, rids: Sequence[str], info: SamplingBatchInfo) -> ModelRunnerOutput:
         """Return the tokens by request, when the step has ended."""
         chosen = sampler_output(self.tokens, self.logprobs, self.metadata, self.logits.shape[-1])
         return sampler.rows(rids, info, self.logits, self.metadata, chosen, self.is_broken)

@@ -241,13 +241,7 @@ class Launcher:
         else:
             with torch.cuda.stream(self._reads):
                 rows = launched.choice.read(self.row_sampler, batch.rids, batch.sampling_info)
-            output = ModelRunnerOutput(
-                rows.req_ids,
-                rows.token_ids,
-                rows.logprobs,
-                errors=rows.errors,
-                sample_seconds=time.perf_counter() - arrived,
-            )
+            output = replace(rows, sample_seconds=time.perf_counter() - arrived)
         launched.output = checked(output, expected_of(batch))
         self._keep(launched)
 

@@ -270,7 +270,7 @@ def test_the_row_sampler_does_with_it_what_it_does_with_rows(broken: Sequence[in
         result = RowSampler(sampler=Sampler(), token_text=str, tracer=tracer)(names, batch, logits)
         assert all(type(error) is ForwardError for error in result.errors.values())
         errors = {name: str(error) for name, error in result.errors.items()}
-        return *result[:3], errors, recorder.events("sampled")
+        return result.req_ids, result.sampled_token_ids, result.logprobs, errors, recorder.events("sampled")
 
     info = info_of(*reqs)
     found = req_ids, token_ids, _, errors, events = sampled(info)

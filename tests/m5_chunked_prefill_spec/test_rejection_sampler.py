@@ -60,7 +60,7 @@ def verify(info: SamplingBatchInfo, guesses: Tensor, probs: Tensor | None, targe
     drafts = Drafts(guesses.tolist(), None if probs is None else probs.reshape(-1, VOCAB))
     sampled = make_sampler()(req_ids, info, target.behind(guesses), [3] * len(info), drafts)
     assert sampled.req_ids == req_ids and not sampled.errors
-    return sampled.token_ids
+    return sampled.sampled_token_ids
 
 
 def kind(name: str, seed: int = 0) -> Request:
@@ -99,7 +99,7 @@ def test_a_greedy_row_keeps_the_guesses_before_the_first_wrong_one(with_probs: b
         Drafts([guesses for guesses, _, _ in cases], probs),
     )
     assert sampled.req_ids == req_ids[1:-1], "a piece of a prompt gets no token"
-    assert sampled.token_ids == [expected for *_, expected in cases[1:-1]]
+    assert sampled.sampled_token_ids == [expected for *_, expected in cases[1:-1]]
     assert sampled.logprobs == [[None] * len(expected) for *_, expected in cases[1:-1]]
 
 

@@ -16,7 +16,7 @@ from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler, adjusted
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.row_sampler import SampledRows
+from m3_paged_attention.outputs import ModelRunnerOutput
 from m5_chunked_prefill_spec.speculative.rejection_sampler import distribution
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
@@ -100,7 +100,7 @@ def verify(
     others: Sequence[Request] = (),
     stop_ids: Sequence[int] = (),
     tracer: Tracer | None = None,
-) -> SampledRows:
+) -> ModelRunnerOutput:
     """The verification of one request with three guesses, and of `others` with one right one; `spoil`: rows whose
     logits hold such a number."""
     logits = torch.cat([LOGITS, *(LOGITS[:2] for _ in others)]).clone()
@@ -124,13 +124,13 @@ def test_a_broken_row_ends_its_own_request_if_it_counts_and_nobody_otherwise(
 ) -> None:
     req, other = row_of(1, temperature=temperature), row_of(2, temperature=temperature)
     sampled = verify(req, guesses, spoil={row: value}, others=[other])
-    assert sampled.token_ids[-1] == BEST[:2], "the other one is well"
+    assert sampled.sampled_token_ids[-1] == BEST[:2], "the other one is well"
     if row < num_looked_at:
         assert sampled.req_ids == ["1"] and list(sampled.errors) == ["0"]
         assert isinstance(sampled.errors["0"], ForwardError) and "NaN or infinite" in str(sampled.errors["0"])
     else:
         assert sampled.req_ids == ["0", "1"] and not sampled.errors
-        assert sampled.token_ids[0] == BEST[:num_looked_at]
+        assert sampled.sampled_token_ids[0] == BEST[:num_looked_at]
 
 
 ONE_HOT = torch.eye(VOCAB, dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_settings_that_forbid_every_token_end_their_request_if_the_row_counts(
     drawn_from = ONE_HOT[[3, 1, 4, BEST[0]]] if is_drawn else None
     sampled = verify(req, [3, 1, 4], probs=drawn_from, others=[other], stop_ids=range(VOCAB))
     assert list(sampled.errors) == ["0"] and "leave every token at probability zero" in str(sampled.errors["0"])
-    assert sampled.req_ids == ["1"] and sampled.token_ids == [BEST[:2]]
+    assert sampled.req_ids == ["1"] and sampled.sampled_token_ids == [BEST[:2]]
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
@@ -166,10 +166,12 @@ def test_log_probabilities_are_those_of_the_untouched_logits_whoever_chose_the_t
     others = [row_of(4, temperature=temperature), row_of(5, logprobs=1)]
     drawn_from = ONE_HOT[[*guesses, BEST[0], BEST[0]]] if is_drawn else None
     sampled = verify(req, guesses, probs=drawn_from, others=others)
-    assert sampled.logprobs[1] == [None] * len(sampled.token_ids[1]), "it did not ask"
-    assert [len(row.token_ids) for row in sampled.logprobs[2] if row is not None] == [2] * len(sampled.token_ids[2])
+    assert sampled.logprobs[1] == [None] * len(sampled.sampled_token_ids[1]), "it did not ask"
+    assert [len(row.token_ids) for row in sampled.logprobs[2] if row is not None] == [2] * len(
+        sampled.sampled_token_ids[2]
+    )
     raw = LOGITS.log_softmax(-1)
-    for offset, (token_id, row) in enumerate(zip(sampled.token_ids[0], sampled.logprobs[0], strict=True)):
+    for offset, (token_id, row) in enumerate(zip(sampled.sampled_token_ids[0], sampled.logprobs[0], strict=True)):
         assert row is not None
         best, best_ids = raw[offset].topk(num_logprobs)
         assert row.token_ids == (token_id, *best_ids.tolist())
@@ -187,7 +189,7 @@ def test_log_probabilities_go_with_the_token_that_stands_there_not_with_the_targ
     sampled = make_sampler()([str(i) for i in range(50)], info, flat, [4] * 50, drafts)
     own = Sampler()(flat, metadata_of_rows(info, [4] * 50, guesses)).token_ids
     raw, others = flat.log_softmax(-1), 0
-    for i, (run, rows) in enumerate(zip(sampled.token_ids, sampled.logprobs, strict=True)):
+    for i, (run, rows) in enumerate(zip(sampled.sampled_token_ids, sampled.logprobs, strict=True)):
         for place, (token_id, row) in enumerate(zip(run, rows, strict=True), start=4 * i):
             assert row is not None and len(row.token_ids) == 3
             assert (row.token_ids[0], row.logprobs[0]) == (

@@ -4,6 +4,7 @@ Tensors on a CPU stand for those of a GPU. They note every operation on them, an
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -71,7 +72,8 @@ def test_a_row_each(kind: str, broken: Sequence[int], log: list[str]) -> None:
     found = sampler(["a", "b", "c"], info, on_device)
     check_one_wait(log)
     expected = sampler(["a", "b", "c"], info, logits)
-    assert found[:3] == expected[:3] and list(map(str, found.errors)) == list(map(str, expected.errors))
+    assert replace(found, errors={}) == replace(expected, errors={})
+    assert list(map(str, found.errors)) == list(map(str, expected.errors))
     assert list(found.errors) == ["abc"[i] for i in broken]
 
 
@@ -84,4 +86,5 @@ def test_rows_behind_drafts(kind: str, broken: Sequence[int], log: list[str]) ->
     found = make_sampler()(rids, info, on_device, lens, drafts)
     check_one_wait(log)
     expected = make_sampler()(rids, info, logits, lens, drafts)
-    assert found[:3] == expected[:3] and list(found.errors) == list(expected.errors) == ["b"] * len(broken)
+    assert replace(found, errors={}) == replace(expected, errors={})
+    assert list(found.errors) == list(expected.errors) == ["b"] * len(broken)
