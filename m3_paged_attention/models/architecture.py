@@ -5,23 +5,26 @@ rejected here, before the weights are read: other activations, sliding windows, 
 models, because they use transformers' own. vLLM: a file per family in `model_executor/models`; SGLang: `models`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta
 from transformers import PreTrainedConfig
 
-from m1_single_request.errors import ModelLoadError, shown
+from m1_single_request.errors import LONGEST_REASON, ModelLoadError, shown
 from m1_single_request.field_rules import valid
 from m1_single_request.model_loader import check_size, head_dim
-from m3_paged_attention.models.rotary import FREQUENCIES, RopeConfig, yarn_attention_factor
+from m3_paged_attention.models.rotary import ROPE_TYPES, RopeConfig, default_rope, scaled_rope
 
 MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 SILU_NAMES = ("silu", "swish")
 Constant = Annotated[float, Meta(ge=0, le=1e18)]  # far above any real value; larger ones overflow float32
 RopeNumber = Annotated[float, Meta(gt=0, le=1e18)]  # or C integers
+ROPE_NUMBERS = (
+    *("rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "low_freq_factor"),
+    *("high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
+MAX_HEAD_DIM = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,9 @@ def decoder_config(name: str, architecture: str, config: PreTrainedConfig, *, mo
     `model_type` of `config`; that of a text-only model is in `MODEL_TYPES`.
     """
     _check_supported(name, architecture, config, model_type)
+    check_size(
+        name, "head_dim", head_dim(config), high=MAX_HEAD_DIM
+    )  # it may be derived; `describe` checked the others
     attention_bias = bool(getattr(config, "attention_bias", False))
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     decoder = DecoderConfig(
@@ -106,7 +112,6 @@ def check_not_quantized(name: str, config: PreTrainedConfig) -> None:
 
 
 def _check_sizes(name: str, decoder: DecoderConfig) -> None:
-    check_size(name, "head_dim", decoder.head_dim)  # it may be derived; `describe` has checked the others
     for field in ("rms_norm_eps", "initializer_range"):
         valid(f"{name}: in config.json, {field}", getattr(decoder, field), Constant, ModelLoadError)
     if decoder.num_heads % decoder.num_kv_heads:
@@ -122,51 +127,18 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
     if nested:
         raise ModelLoadError(f"{name}: separate rope_parameters for {nested[0]} are not supported: give one for all")
     rope_type = parameters.get("rope_type", "default")
-    if not isinstance(rope_type, str) or rope_type not in FREQUENCIES:
-        supported = ", ".join(FREQUENCIES)
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        supported = ", ".join(ROPE_TYPES)
         raise ModelLoadError(f"{name}: rope type {shown(rope_type)} is not supported; supported are {supported}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelLoadError(f"{name}: partial_rotary_factor is not supported: these families rotate whole heads")
-
-    number = partial(_rope_number, name, parameters)
-    rope = RopeConfig(rope_type, theta=number("rope_theta", 10_000.0))
-    if rope_type in ("default", "dynamic"):
-        return rope
-    if rope_type == "linear":
-        return replace(rope, factor=number("factor"))
-    original = number("original_max_position_embeddings", config.max_position_embeddings)
-    if rope_type == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
-        if high <= low:
-            raise ModelLoadError(f"{name}: high_freq_factor={high} must be greater than low_freq_factor={low}")
-        return replace(
-            rope,
-            factor=number("factor"),
-            original_max_position_embeddings=int(original),
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-    if rope.theta <= 1 or original < 1:
-        raise ModelLoadError(
-            f"{name}: yarn needs a rope_theta greater than 1 and original_max_position_embeddings of at least 1, not "
-            f"{rope.theta} and {original}"
-        )
-    factor = number("factor", config.max_position_embeddings / original)
-    scales = [None if parameters.get(key) is None else number(key) for key in ("mscale", "mscale_all_dim")]
-    sharpness = yarn_attention_factor(factor, *scales)
-    return replace(
-        rope,
-        factor=factor,
-        original_max_position_embeddings=int(original),
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
-        truncate=bool(parameters.get("truncate", True)),
-        attention_factor=number("attention_factor", sharpness),
-    )
-
-
-def _rope_number(name: str, parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = parameters.get(key)
-    value = default if value is None else value
-    number: float = valid(f"{name}: in rope_parameters, {key}", value, RopeNumber, ModelLoadError)
-    return number
+    for key in ROPE_NUMBERS:
+        if parameters.get(key) is not None:
+            valid(f"{name}: in rope_parameters, {key}", parameters[key], RopeNumber, ModelLoadError)
+    if rope_type == "default":
+        return default_rope(parameters.get("rope_theta") or 10_000.0, head_dim(config))
+    try:
+        return scaled_rope(rope_type, config)
+    except (ArithmeticError, LookupError, ValueError) as error:  # a value is missing, or they do not go together
+        given = shown(parameters, LONGEST_REASON)
+        raise ModelLoadError(f"{name}: rope_parameters={given} in config.json cannot be used: {error!r}") from error

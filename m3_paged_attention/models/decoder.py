@@ -32,7 +32,7 @@ class Decoder:
         self.config, self.backend = config, backend
         self.embedding, self.norm = weights.embedding, weights.norm
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
-        self.rotary = RotaryTable(config.rope, config.head_dim, max_model_len, self.device)
+        self.rotary = RotaryTable(config.rope, max_model_len, self.device)
         self.layers: list[DecoderLayer] = []
         while weights.layers:
             self.layers.append(DecoderLayer(config, weights.layers.pop(0), backend))

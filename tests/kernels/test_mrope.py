@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from m3_paged_attention.models.rotary import RopeConfig, RotaryTable, frequencies
+from m3_paged_attention.models.rotary import RotaryTable, default_rope
 from m6_multimodal_pd.models.rotary import MRopeTable, axes_of_pairs
 from tests.kernels import references
 
@@ -26,7 +26,7 @@ def table(request: pytest.FixtureRequest, device: torch.device) -> MRopeTable:
     """As a decoder on the Triton backend has it."""
     pytest.importorskip("triton")
     head_dim = request.param
-    return MRopeTable(RotaryTable(RopeConfig(), head_dim, LENGTH, device), SECTIONS[head_dim], "triton")
+    return MRopeTable(RotaryTable(default_rope(10_000.0, head_dim), LENGTH, device), SECTIONS[head_dim], "triton")
 
 
 def positions_of(num_tokens: int, device: torch.device) -> torch.Tensor:
@@ -38,7 +38,7 @@ def test_angles_are_those_of_each_axis(table, device, num_tokens) -> None:
     positions = positions_of(num_tokens, device)
     pairs = table.table.cos.shape[1]
     axes = axes_of_pairs(SECTIONS[2 * pairs], pairs)
-    inverse = frequencies(RopeConfig(), 2 * pairs).double().to(device)
+    inverse = torch.tensor(default_rope(10_000.0, 2 * pairs).frequencies, dtype=torch.float64, device=device)
     wanted = torch.stack([positions[axis].double() * inverse[pair] for pair, axis in enumerate(axes)], dim=1)
     cos, sin = table(positions)
     for found, expected in ((cos, wanted.cos()), (sin, wanted.sin())):

@@ -42,7 +42,7 @@ def llama(rope_parameters: dict[str, Any], **settings: Any) -> LlamaConfig:
 
 def table(config: LlamaConfig, length: int = LENGTH) -> RotaryTable:
     rope = decoder_config("model", "LlamaForCausalLM", config, model_type="llama").rope
-    return RotaryTable(rope, HEAD_DIM, length, torch.device("cpu"))
+    return RotaryTable(rope, length, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ROPES)

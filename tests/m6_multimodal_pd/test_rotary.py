@@ -9,7 +9,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from m1_single_request import ModelLoadError
-from m3_paged_attention.models.rotary import RopeConfig, RotaryTable
+from m3_paged_attention.models.rotary import RotaryTable, default_rope
 from m6_multimodal_pd.models.rotary import MRopeTable, axes_of_pairs, mrope_section
 
 LENGTH, THETA = 512, 10_000.0
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def tables(head_dim: int) -> tuple[MRopeTable, RotaryTable]:
-    flat = RotaryTable(RopeConfig(theta=THETA), head_dim, LENGTH, CPU)
+    flat = RotaryTable(default_rope(THETA, head_dim), LENGTH, CPU)
     return MRopeTable(flat, SECTIONS[head_dim], "torch"), flat
 
 
