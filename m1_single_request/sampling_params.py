@@ -69,7 +69,7 @@ class SamplingParams:
     """Number of most likely tokens per prompt token, as for `logprobs`; the first prompt token has none."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the output text."""
-    n: PositiveInt = 1
+    n: Annotated[int, Meta(ge=1, le=16_384)] = 1  # vLLM's limit
     """Number of independent outputs. More than one needs shared KV blocks (m3)."""
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
-from m1_single_request.errors import InvalidParamsError, shown
+from m1_single_request.errors import shown
 from m1_single_request.input_processor import (
     Arrival,
     InputProcessor as SingleRequestInputProcessor,
@@ -22,8 +22,6 @@ from m2_continuous_batching.input_processor import check_token_budget
 from m3_paged_attention.block_pool import blocks_for
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.request import ParentRequest
-
-MAX_N = 16_384  # continuations of one request; vLLM's number
 
 
 class InputProcessor(SingleRequestInputProcessor):
@@ -49,7 +47,6 @@ class InputProcessor(SingleRequestInputProcessor):
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
         """Raise `InvalidRequestError` for a request that this engine can never run."""
-        check_n(params)
         check_model_len(token_ids, self.max_model_len, request_id)
         check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
         needed = blocks_for(len(token_ids), self.block_size)
@@ -62,12 +59,6 @@ class InputProcessor(SingleRequestInputProcessor):
     def build_request(self, arrival: Arrival) -> Request:
         """Build a request, or for `n > 1` a parent of `n` requests."""
         return build_family(arrival, super().build_request)
-
-
-def check_n(params: SamplingParams) -> None:
-    """Raise `InvalidParamsError` if `n` is greater than `MAX_N`."""
-    if params.n > MAX_N:
-        raise InvalidParamsError(f"n={params.n} is too large: one request has at most {MAX_N:,} continuations")
 
 
 def build_family(arrival: Arrival, build_one: Callable[[Arrival], Any]) -> Request:

@@ -7,14 +7,13 @@ to another process or wait on the device, without a matrix of logits. vLLM: `v1/
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from m1_single_request.errors import ForwardError
 from m1_single_request.model_loader import LoadedModel
-from m1_single_request.sampler import LogprobRow, Sampler
+from m1_single_request.sampler import Sampler
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.config import SchedulerConfig
 from m3_paged_attention.input_batch import BatchRow, InputBatch
@@ -23,7 +22,7 @@ from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.model_input import ModelInput, make_model_input
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
-from m3_paged_attention.row_sampler import RowSampler, SamplingRows, prompt_logprobs
+from m3_paged_attention.row_sampler import RatedPrompt, RowSampler, SamplingRows, rate_prompts
 from m3_paged_attention.scheduler_output import SchedulerOutput
 
 
@@ -88,7 +87,7 @@ class ModelRunner:
         last = hidden if model_input.logits_indices is None else hidden[model_input.logits_indices]
         logits = self.model.compute_logits(last)  # [num_seqs, vocab]
         start_time = time.perf_counter()
-        of_prompts, errors = self._prompt_logprobs(rows, hidden)
+        of_prompts, errors = rate_prompts(self._prompts_to_rate(rows, hidden), self.model.compute_logits)
         batch = SamplingRows([row.state.sampling_row for row in rows], logits.shape[-1], logits.device)
         sampled = self.sampler([row.state.req_id for row in rows], batch, logits)
         errors |= sampled.errors
@@ -116,23 +115,11 @@ class ModelRunner:
         for name in ("kv", "model"):
             vars(self).pop(name, None)  # `close` may be called again
 
-    def _prompt_logprobs(
-        self, rows: Sequence[BatchRow], hidden: Tensor
-    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, Exception]]:
-        """Return log-probabilities, or errors, by request id, of the prompts in this step that request them."""
-        found: dict[str, tuple[LogprobRow, ...]] = {}
-        errors: dict[str, Exception] = {}
-        start = 0
+    def _prompts_to_rate(self, rows: Sequence[BatchRow], hidden: Tensor) -> Iterator[RatedPrompt]:
+        """Yield the prompts in this step that request log-probabilities."""
+        end = 0
         for row in rows:
-            end = start + row.num_tokens
-            num_best = row.state.params.prompt_logprobs
+            start, end = end, end + row.num_tokens
+            state, num_best = row.state, row.state.params.prompt_logprobs
             if row.is_prompt and num_best is not None:
-                prompt = row.state.prompt_token_ids
-                try:
-                    found[row.state.req_id] = prompt_logprobs(
-                        prompt, hidden[start:end], num_best, self.model.compute_logits
-                    )
-                except ForwardError as error:
-                    errors[row.state.req_id] = error
-            start = end
-        return found, errors
+                yield RatedPrompt(state.req_id, state.prompt_token_ids, num_best, hidden[start:end])

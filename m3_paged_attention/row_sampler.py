@@ -5,10 +5,10 @@ only tokens are returned. vLLM: `_sample` in `v1/worker/gpu_model_runner.py`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -161,6 +161,29 @@ def without_broken_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     is_broken = ~logits.isfinite().all(dim=-1)
     return logits.masked_fill(is_broken[:, None], 0.0), is_broken
+
+
+class RatedPrompt(NamedTuple):
+    """A prompt whose tokens get log-probabilities."""
+
+    req_id: str
+    token_ids: Sequence[int]
+    num_best: int
+    hidden: Tensor  # [tokens, hidden_size]
+
+
+def rate_prompts(
+    prompts: Iterable[RatedPrompt], compute_logits: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, Exception]]:
+    """Return the log-probabilities of prompts, or their errors, by request id."""
+    found: dict[str, tuple[LogprobRow, ...]] = {}
+    errors: dict[str, Exception] = {}
+    for req_id, token_ids, num_best, hidden in prompts:
+        try:
+            found[req_id] = prompt_logprobs(token_ids, hidden, num_best, compute_logits)
+        except ForwardError as error:
+            errors[req_id] = error
+    return found, errors
 
 
 def prompt_logprobs(

@@ -19,7 +19,7 @@ from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
 from m3_paged_attention.errors import KVCapacityError
-from m3_paged_attention.input_processor import build_family, check_n
+from m3_paged_attention.input_processor import build_family
 from m4_radix_cache.request import Req
 
 
@@ -47,7 +47,6 @@ class InputProcessor(SingleRequestInputProcessor):
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
         """Raise a subclass of `InvalidRequestError` for a request that can never run."""
-        check_n(params)
         check_model_len(token_ids, self.max_model_len, request_id)
         check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
         check_kv_room(token_ids, self.max_total_tokens, request_id)

@@ -7,20 +7,19 @@ model, its kernels, the KV storage and the sampler are m3's. SGLang: `model_exec
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torch import Tensor
 
-from m1_single_request.errors import ForwardError
 from m1_single_request.model_loader import LoadedModel
-from m1_single_request.sampler import LogprobRow, Sampler
+from m1_single_request.sampler import Sampler
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
-from m3_paged_attention.row_sampler import RowSampler, prompt_logprobs
+from m3_paged_attention.row_sampler import RatedPrompt, RowSampler, rate_prompts
 from m4_radix_cache.config import SchedulerConfig
 from m4_radix_cache.forward_batch import ForwardBatch
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
@@ -74,7 +73,8 @@ class ModelRunner:
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         logits = self.model.compute_logits(last)  # [batch_size, vocab]
         began = time.perf_counter()
-        of_prompts, errors = self._prompt_logprobs(batch, hidden) if batch.prompts_to_rate else ({}, {})
+        prompts = self._prompts_to_rate(batch, hidden) if batch.prompts_to_rate else ()
+        of_prompts, errors = rate_prompts(prompts, self.model.compute_logits)
         sampled = self.sampler(batch.rids, batch.sampling_info, logits)
         errors |= sampled.errors
         seconds = time.perf_counter() - began
@@ -96,20 +96,10 @@ class ModelRunner:
         for name in ("kv", "model"):
             vars(self).pop(name, None)  # `close` may be called again
 
-    def _prompt_logprobs(
-        self, batch: ModelWorkerBatch, hidden: Tensor
-    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, Exception]]:
-        """Return the log-probabilities of the prompts to rate and the errors of the others, both by request id."""
-        found: dict[str, tuple[LogprobRow, ...]] = {}
-        errors: dict[str, Exception] = {}
-        start = 0
+    def _prompts_to_rate(self, batch: ModelWorkerBatch, hidden: Tensor) -> Iterator[RatedPrompt]:
+        """Yield the prompts of this step that request log-probabilities."""
+        end = 0
         for rid, num_tokens in batch.num_scheduled_tokens.items():
+            start, end = end, end + num_tokens
             if rid in batch.prompts_to_rate:
-                token_ids, num_best = batch.prompts_to_rate[rid]
-                try:
-                    of_prompt = hidden[start : start + num_tokens]
-                    found[rid] = prompt_logprobs(token_ids, of_prompt, num_best, self.model.compute_logits)
-                except ForwardError as error:
-                    errors[rid] = error
-            start += num_tokens
-        return found, errors
+                yield RatedPrompt(rid, *batch.prompts_to_rate[rid], hidden[start:end])

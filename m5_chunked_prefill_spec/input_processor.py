@@ -16,7 +16,7 @@ from m1_single_request.model_loader import ModelDescription
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
-from m3_paged_attention.input_processor import build_family, check_n
+from m3_paged_attention.input_processor import build_family
 from m4_radix_cache.input_processor import check_kv_room, set_options
 from m5_chunked_prefill_spec.request import Req
 
@@ -46,7 +46,6 @@ class InputProcessor(SingleRequestInputProcessor):
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
         """Raise a subclass of `InvalidRequestError` for a request that can never run."""
-        check_n(params)
         check_model_len(token_ids, self.max_model_len, request_id)
         if self.max_num_batched_tokens is not None:
             check_token_budget(token_ids, self.max_num_batched_tokens, request_id)

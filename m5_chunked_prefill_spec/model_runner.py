@@ -7,6 +7,7 @@ forward and completes its KV after it. SGLang: `EAGLEWorker.forward_batch_genera
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m1_single_request.errors import ForwardError
 from m1_single_request.model_loader import LoadedModel
-from m1_single_request.sampler import LogprobRow, best_tokens
+from m1_single_request.sampler import best_tokens
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
-from m3_paged_attention.row_sampler import prompt_logprobs
+from m3_paged_attention.row_sampler import RatedPrompt, rate_prompts
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.cost_table import CostTable, measure, milliseconds, sizes_up_to
@@ -124,10 +124,8 @@ class ModelRunner:
         """Sample from the hidden states of a forward, and verify its drafts."""
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         began = time.perf_counter()
-        prompt_rows: dict[str, tuple[LogprobRow, ...]] = {}
-        errors: dict[str, Exception] = {}
-        if batch.prompts_to_rate:
-            prompt_rows, errors = self._prompt_logprobs(batch, hidden, forward_batch.starts)
+        prompts = self._prompts_to_rate(batch, hidden, forward_batch.starts) if batch.prompts_to_rate else ()
+        prompt_rows, errors = rate_prompts(prompts, self.model.compute_logits)
         if not any(batch.sample_lens):  # the step is one piece of a prompt
             return ModelRunnerOutput([], [], [], prompt_logprobs=prompt_rows, errors=errors)
         logits = self.model.compute_logits(last)  # [sum(sample_lens), vocab]
@@ -175,19 +173,9 @@ class ModelRunner:
         drafts = self.draft_runner.propose(batch)
         return batch if drafts is None else batch.with_drafts(drafts.token_ids), drafts
 
-    def _prompt_logprobs(
-        self, batch: ModelWorkerBatch, hidden: Tensor, starts: np.ndarray
-    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, Exception]]:
-        """Return the prompt log-probabilities of `prompts_to_rate`, and the errors of the others, by request id."""
-        found: dict[str, tuple[LogprobRow, ...]] = {}
-        errors: dict[str, Exception] = {}
+    def _prompts_to_rate(self, batch: ModelWorkerBatch, hidden: Tensor, starts: np.ndarray) -> Iterator[RatedPrompt]:
+        """Yield the prompts of this step that request log-probabilities."""
         for place, rid in enumerate(batch.rids):
             if rid in batch.prompts_to_rate:
-                token_ids, num_best = batch.prompts_to_rate[rid]
-                start = int(starts[place])
-                prompt_hidden = hidden[start : start + int(batch.new_lens[place])]
-                try:
-                    found[rid] = prompt_logprobs(token_ids, prompt_hidden, num_best, self.model.compute_logits)
-                except ForwardError as error:
-                    errors[rid] = error
-        return found, errors
+                start, num_tokens = int(starts[place]), int(batch.new_lens[place])
+                yield RatedPrompt(rid, *batch.prompts_to_rate[rid], hidden[start : start + num_tokens])
