@@ -69,8 +69,7 @@ class TritonBackend:
         store_kv_kernel[(num_tokens,)](
             _packed(key),
             _packed(value),
-            layer.key_cache,
-            layer.value_cache,
+            *layer,
             slot_mapping,
             key.stride(0),
             value.stride(0),
@@ -98,8 +97,7 @@ class TritonBackend:
         num_tiles = -(-metadata.max_query_len // tile.block_m)
         paged_prefill_kernel[(num_tiles, metadata.num_prefills, num_heads)](
             query,
-            layer.key_cache,
-            layer.value_cache,
+            *layer,
             metadata.block_tables,
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -127,8 +125,7 @@ class TritonBackend:
         lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=query.device)
         paged_decode_kernel[(num_rows, num_kv_heads, splits)](
             query,
-            layer.key_cache,
-            layer.value_cache,
+            *layer,
             metadata.block_tables,
             metadata.seq_lens,
             partial,
