@@ -23,6 +23,7 @@ import os
 import signal
 import zlib
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,9 @@ def obstacle_to(marker: str) -> str | None:
         choose("triton", torch.device("cpu"))
     except ConfigError as error:
         return str(error)
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        return f"the interpreter of triton {version('triton')} needs numpy < 2.4, not {version('numpy')}"
     return None
 
 

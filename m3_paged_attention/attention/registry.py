@@ -9,8 +9,6 @@ before, transformers chose. vLLM: `AttentionBackendEnum` and the platforms' `get
 
 import importlib.util
 import os
-import sys
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -90,8 +88,6 @@ def choose(name: str, device: torch.device) -> str:
 
     Raises `ConfigError` if the requested backend cannot run on `device`.
     """
-    if name not in ("auto", *OBSTACLES, "torch"):
-        raise ConfigError(f"attention_backend={name!r} is unknown: use auto, native, torch or triton")
     if name == "auto":
         return BEST.get(device.type, "torch") if obstacle_to_best(device) is None else "torch"
     if name in OBSTACLES and (obstacle := OBSTACLES[name](device)) is not None:
@@ -116,27 +112,11 @@ def _obstacle_to_triton(device: torch.device) -> str | None:
     """Return the reason why triton kernels cannot run on `device`, or None. Does not import triton."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
-        if device.type == "cuda":
-            return None
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return f"device={str(device)!r} is not a GPU (for tests, TRITON_INTERPRET=1 runs its kernels in Python)"
-    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
-        return f"the interpreter of triton {version('triton')} needs numpy < 2.4, not {version('numpy')}"
-    if _triton_compiles():
-        return "triton was imported before TRITON_INTERPRET=1 was set: set it before the program starts"
     return None
 
 
 BEST = {"cpu": "native", "cuda": "triton"}
 OBSTACLES = {"native": _obstacle_to_native, "triton": _obstacle_to_triton}
 """Backend -> function that returns the reason why it cannot run on a device, or None; torch can always run."""
-
-
-def _triton_compiles() -> bool:
-    """Return whether triton was already imported in compiling mode; it reads TRITON_INTERPRET only at its import."""
-    return type(getattr(sys.modules.get("triton.language"), "cdiv", None)).__name__ == "JITFunction"
-
-
-def _release(package: str) -> tuple[int, int]:
-    major, minor = version(package).split(".")[:2]
-    return int(major), int(minor)
