@@ -235,7 +235,7 @@ class Scheduler:
         if way.num_tokens:
             kv_manager.reserve(request_id, sequence.get_len())
             plan.add_full(request, kv_manager.block_ids(request_id))
-        self.tracer.emit(Admit.of, self, request, way, plan.budget_left)
+        self.tracer.emit(Admit.of, self, request, way)
 
     def _note_left_out(self, plan: StepPlan) -> None:
         """Store the running requests without a token in this step, because budget or blocks were used up."""

@@ -56,11 +56,9 @@ class Admit(SingleAdmit):
     """Number of running requests, this one included."""
     max_num_seqs: int
     """Maximum number of running requests."""
-    budget_left: int
-    """Tokens of this step's budget that remain after it."""
 
     @classmethod
-    def of(cls, scheduler: Any, request: Request, way: Any, budget_left: int) -> Self:
+    def of(cls, scheduler: Any, request: Request, way: Any) -> Self:
         """Build the event for a request that has joined the batch by `way`, an `Admission.way_in`."""
         return cls(
             rid=request.request_id,
@@ -73,7 +71,6 @@ class Admit(SingleAdmit):
             num_free=scheduler.kv_manager.num_free,
             num_running=len(scheduler.running),
             max_num_seqs=scheduler.admission.max_num_seqs,
-            budget_left=max(0, budget_left),
             num_waiting=len(scheduler.waiting),
         )
 

@@ -21,9 +21,9 @@ SILU_NAMES = ("silu", "swish")
 Constant = Annotated[float, Meta(ge=0, le=1e18)]  # far above any real value; larger ones overflow float32
 RopeNumber = Annotated[float, Meta(gt=0, le=1e18)]  # or C integers
 ROPE_NUMBERS = (
-    *("rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "low_freq_factor"),
-    *("high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-)
+    "rope_theta factor attention_factor original_max_position_embeddings low_freq_factor high_freq_factor "
+    "beta_fast beta_slow mscale mscale_all_dim"
+).split()
 MAX_HEAD_DIM = 2**16
 
 
@@ -49,7 +49,6 @@ class DecoderConfig:
     tie_word_embeddings: bool
     """True if the output layer is the embedding."""
     rope: RopeConfig
-    max_position_embeddings: int
     initializer_range: float = 0.02
     """The standard deviation of `dummy` weights."""
 
@@ -81,7 +80,6 @@ def decoder_config(name: str, architecture: str, config: PreTrainedConfig, *, mo
         qk_norm=architecture == "Qwen3ForCausalLM",
         tie_word_embeddings=bool(config.tie_word_embeddings),
         rope=_rope_config(name, config),
-        max_position_embeddings=config.max_position_embeddings,
         initializer_range=config.initializer_range or 0.02,
     )
     _check_sizes(name, decoder)

@@ -21,7 +21,7 @@ SIZED = KVSized(
 )  # fmt: skip
 ADMIT = Admit(
     rid="req-7", how="prefill", source=None, prefix=0, extend=31, num_output_tokens=0, num_blocks=2, num_free=40,
-    num_running=3, max_num_seqs=16, budget_left=2000, num_waiting=4,
+    num_running=3, max_num_seqs=16, num_waiting=4,
 )  # fmt: skip
 WAITS = NotAdmitted(rid="req-7", limit="blocks", needed=5, available=7, kept_free=4, num_waiting=1)
 PREEMPTED = Preempted(

@@ -38,7 +38,7 @@ def sized(num_blocks: int = 8, block_size: int = 4) -> KVSized:
 def admit(rid: str, how: str = "prefill", *, said: int = 0, extend: int = 6, prefix: int = 0) -> Admit:
     return Admit(
         rid=rid, how=how, source=None, prefix=prefix, extend=extend, num_output_tokens=said, num_blocks=2, num_free=6,
-        num_running=1, max_num_seqs=4, budget_left=9, num_waiting=0,
+        num_running=1, max_num_seqs=4, num_waiting=0,
     )  # fmt: skip
 
 
