@@ -25,6 +25,7 @@ from m1_single_request.errors import (
     InvalidRequestError,
     shown,
 )
+from m1_single_request.field_rules import valid
 from m1_single_request.input_processor import Message, Prompt, RequestOptions, check_name
 from m1_single_request.output_processor import rejected_output
 from m1_single_request.outputs import EngineStats, RequestOutput
@@ -106,8 +107,7 @@ class LLMEngine:
         """
         each = _one_per_prompt(prompts, params)
         self._check_options(options)
-        if progress is not None and not isinstance(progress, bool):
-            raise InvalidRequestError(f"progress={shown(progress)} must be True, False or None")
+        valid("progress", progress, bool | None, InvalidRequestError)
         results: dict[str, RequestStream | RequestOutput] = {}
         try:
             for prompt, own in zip(prompts, each, strict=True):

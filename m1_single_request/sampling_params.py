@@ -121,4 +121,5 @@ def _bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
         return None
     if not isinstance(bias, Mapping) or len(bias) > MAX_TOKEN_IDS:
         raise InvalidParamsError(f"logit_bias={shown(bias)} must map at most {MAX_TOKEN_IDS:,} token ids to numbers")
-    return valid("logit_bias", dict(bias), dict[NonNegativeInt, Bias], InvalidParamsError) or None
+    values: dict[int, float] = valid("logit_bias", dict(bias), dict[NonNegativeInt, Bias], InvalidParamsError)
+    return values or None

@@ -6,7 +6,6 @@ m2's check of the token budget stays, because a prompt is still computed in one 
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import shown
@@ -61,7 +60,7 @@ class InputProcessor(SingleRequestInputProcessor):
         return build_family(arrival, super().build_request)
 
 
-def build_family(arrival: Arrival, build_one: Callable[[Arrival], Any]) -> Request:
+def build_family(arrival: Arrival, build_one: Callable[[Arrival], Request]) -> Request:
     """Build a request by `build_one`, or for `n > 1` a parent of `n` requests: child i is `request_id/i` and draws from
     `seed + i`.
 

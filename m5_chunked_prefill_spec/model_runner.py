@@ -139,7 +139,7 @@ class ModelRunner:
             sampled_token_ids=sampled.sampled_token_ids,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_rows,
-            errors=errors | sampled.errors,
+            errors={**errors, **sampled.errors},
             sample_seconds=sample_seconds,
             draft_token_ids=dict(zip(batch.rids, drafts.token_ids, strict=True)) if drafts else {},
         )
