@@ -25,7 +25,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # not in
 PositiveFloat = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 
 
-def check_fields(record: Any, error: type[EngineError]) -> None:
+def check_fields(record: object, error: type[EngineError]) -> None:
     """Raise `error` for a number, a truth value or a choice of strings in a dataclass that breaks its annotation.
 
     A whole number in a `float` field becomes a `float`. The dataclass checks its other fields itself.

@@ -69,7 +69,7 @@ def test_a_part_that_does_not_fit_is_refused_before_anything_is_loaded(parts: An
 
 
 def test_a_part_that_lacks_an_attribute_is_refused_once_it_is_built(make_engine: MakeEngine) -> None:
-    message = "SchedulerWithoutAttributes has no attribute requests, waiting, running, num_output"
+    message = "SchedulerWithoutAttributes has no attribute requests, waiting, running, updater"
     with pytest.raises(ConfigError, match=message):
         make_engine({"scheduler": SchedulerWithoutAttributes})
 
