@@ -77,11 +77,9 @@ class EngineCoreBase(ABC):
         output_processor: OutputProcessor,
         parts: Mapping[str, Any],
         tracer: Tracer,
-        *,
-        intake: Any = None,
     ) -> None:
-        """`queues`: the owner of all unfinished requests, a scheduler for example. `intake`: a part in front of it, for
-        new requests, aborts and resets (m3); None: `queues`. `parts`: classes by role, for error messages."""
+        """`queues`: the owner of all unfinished requests, a scheduler for example. `parts`: classes by role, for error
+        messages."""
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.tracer = tracer
@@ -90,7 +88,7 @@ class EngineCoreBase(ABC):
         self.was_interrupted = False
         self.is_changing = False
         self._queues = queues
-        self._intake = queues if intake is None else intake
+        self._intake = queues  # receives new requests, aborts and resets; from m3 on a part in front of the queues
         self._parts = parts
         self._open: dict[str, Request] = {}  # requests whose end no step has returned yet
         self._record = StepRecord()

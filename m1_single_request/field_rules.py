@@ -22,7 +22,6 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # a message between proce
 NonNegativeInt = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 PositiveInt = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # not infinite
-PositiveFloat = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 
 
 def check_fields(record: object, error: type[EngineError]) -> None:
@@ -30,7 +29,8 @@ def check_fields(record: object, error: type[EngineError]) -> None:
 
     A whole number in a `float` field becomes a `float`. The dataclass checks its other fields itself.
     """
-    for name, annotation in _annotations(type(record)).items():
+    record_class: Any = type(record)
+    for name, annotation in _annotations(record_class).items():
         object.__setattr__(record, name, valid(name, getattr(record, name), annotation, error))
 
 
@@ -38,7 +38,7 @@ def valid(name: str, value: Any, annotation: Any, error: type[EngineError]) -> A
     """Return `value`, converted to its annotation. Raise `error`, with its name, if it breaks the annotation."""
     try:
         return msgspec.convert(float(value) if isinstance(value, float) else value, annotation)  # NumPy's floats, too
-    except msgspec.ValidationError as problem:
+    except (msgspec.ValidationError, UnicodeEncodeError) as problem:  # the latter for half a surrogate pair
         choices = [get_args(kind) for kind in (annotation, *get_args(annotation)) if get_origin(kind) is Literal]
         reason = f"use {' or '.join(choices[0])}" if choices else problem
         raise error(f"{name}={shown(value)} is not valid: {reason}") from None

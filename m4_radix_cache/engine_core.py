@@ -41,7 +41,8 @@ class EngineCore(EngineCoreBase):
         tracer: Tracer,
     ) -> None:
         self.families = RequestFamilies(scheduler=scheduler, tracer=tracer)
-        super().__init__(input_processor, scheduler, output_processor, parts, tracer, intake=self.families)
+        super().__init__(input_processor, scheduler, output_processor, parts, tracer)
+        self._intake = self.families
         self.scheduler = scheduler
         self.executor = executor
         self.kv_bytes_per_token = kv_bytes_per_token

@@ -6,6 +6,7 @@ the new tokens of a step, those of decodes, drafts and pieces of prompts togethe
 `SpeculativeConfig`.
 """
 
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -14,13 +15,14 @@ from msgspec import Meta
 
 from m1_single_request.config import check_path
 from m1_single_request.errors import ConfigError, shown
-from m1_single_request.field_rules import PositiveFloat, PositiveInt, check_fields
+from m1_single_request.field_rules import PositiveInt, check_fields
 from m2_continuous_batching.config import LEAST_BATCHED_TOKENS
 from m4_radix_cache.config import EngineConfig as RadixConfig, SchedulerConfig as RadixSchedulerConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
 
 ScheduleName = Literal["decode_first", "prefill_first"]
 SpeculativeMethod = Literal["ngram", "draft_model"]
+PositiveFloat = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 
 DEFAULT_DRAFT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-draft"
 CHUNKED_BATCHED_TOKENS = {"cpu": 128, "cuda": 2048}

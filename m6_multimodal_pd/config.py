@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from m1_single_request.errors import ConfigError, shown
-from m1_single_request.field_rules import PositiveFloat, PositiveInt, check_fields
+from m1_single_request.field_rules import PositiveInt, check_fields
 from m3_paged_attention.config import ModelConfig as PagedModelConfig
 from m5_chunked_prefill_spec.config import (
     EngineConfig as ChunkedEngineConfig,
+    PositiveFloat,
     SchedulerConfig as ChunkedSchedulerConfig,
 )
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig

@@ -11,7 +11,8 @@ from msgspec import Meta
 
 from m1_single_request.config import check_path
 from m1_single_request.errors import ConfigError, shown
-from m1_single_request.field_rules import NonNegativeInt, PositiveFloat, PositiveInt, check_fields
+from m1_single_request.field_rules import NonNegativeInt, PositiveInt, check_fields
+from m5_chunked_prefill_spec.config import PositiveFloat
 
 TransportName = Literal["shared_memory", "in_process"]
 NumEngines = Annotated[int, Meta(ge=1, le=64)]

@@ -47,7 +47,8 @@ class RouterCore(EngineCoreBase):
         """`model`: that the engines have loaded."""
         self.router, self.model = router, model
         self.families = RequestFamilies(scheduler=router, tracer=router.tracer)
-        super().__init__(input_processor, router, output_processor, parts, router.tracer, intake=self.families)
+        super().__init__(input_processor, router, output_processor, parts, router.tracer)
+        self._intake = self.families
         self.operations = GroupOperations(weakref.proxy(self))  # without a cycle a group ends with its last user
         self._numbers = count(ON_JOINING + 1)
 

@@ -129,7 +129,7 @@ def test_requests_with_guesses_and_without_share_every_step(make_engine: MakeEng
 @pytest.mark.parametrize("value", ["yes", 1, None, 0.0, [True]])
 def test_speculate_is_true_or_false(make_engine: MakeEngine, value: Any) -> None:
     engine = make_engine(**setting(method="ngram"))
-    with pytest.raises(InvalidRequestError, match=r"speculate=.* must be True or False"):
+    with pytest.raises(InvalidRequestError, match=r"speculate=.* is not valid: Expected `bool`"):
         engine.add_request([5, 6], greedy(2), speculate=value)
     assert engine.add_request([5, 6], greedy(1), speculate=False) == "req-0", "the refused one took no number"
 
