@@ -1,6 +1,6 @@
 """Timeline of a run: a lane for each request, a column for each step.
 
-    step   1        10        20
+    step   1         11        21
     req-0  P-------------------|
     req-1  P----x-----|
     req-2        ......P-------|
@@ -10,8 +10,6 @@ during the run or afterwards. It shows which requests were in the batch at each 
 """
 
 from dataclasses import dataclass, field
-from itertools import groupby
-from math import ceil
 
 from rich.console import Group
 from rich.text import Text
@@ -28,9 +26,9 @@ GLYPHS = {
     "decode": ("-", "black on green"),
     "queued": (".", "yellow"),
 }
-"""Letter and colour of each state. Where several steps share a column, it shows the first of these that occurs."""
+"""Letter and colour of each state."""
 DONE = ("|", "bold")
-MOST_BLOCKS = 4  # a run that needs more lines of the terminal than this gets several steps in a column
+RULER = 10  # columns between two numbers of steps
 
 
 @dataclass
@@ -40,11 +38,6 @@ class Lane:
     begin: int
     states: list[str] = field(default_factory=list)
     finished: bool = False
-
-    def state(self, step: int, num_steps: int) -> str | None:
-        """Return the first of `GLYPHS` that occurs in these steps, counted from 0; None if none does."""
-        here = self.states[max(0, step - self.begin) : max(0, step + num_steps - self.begin)]
-        return next((state for state in GLYPHS if state in here), None)
 
 
 class Timeline(TraceReader):
@@ -77,19 +70,23 @@ class Timeline(TraceReader):
         """
         labels = max([len("step"), *map(len, self.lanes)]) + 2
         room = max(1, width - labels - 1)  # columns of a line; one more is for the mark of an end
-        each = 1 if latest else max(1, ceil(len(self.steps) / (room * MOST_BLOCKS)))  # steps in a column
-        columns = ceil(len(self.steps) / each)
-        begins = [max(0, columns - room)] if latest else range(0, columns, room)
+        room -= room % RULER if room > RULER else 0  # no number is cut
         lines = []
-        for begin in begins:
-            lines += self._block(range(begin, min(begin + room, columns)), each, labels, every_lane=latest)
-            lines.append(Text(""))
+        for begin in [max(0, len(self.steps) - room)] if latest else range(0, len(self.steps), room):
+            columns = range(begin, min(begin + room, len(self.steps)))
+            numbers = (f"{self.steps[column]:<{RULER}}" for column in columns[::RULER])
+            lines.append(Text("step".ljust(labels) + "".join(numbers), style="dim"))
+            for rid, lane in self.lanes.items():
+                states = lane.states[max(0, begin - lane.begin) : max(0, columns.stop - lane.begin)]
+                if states or latest:
+                    cells = (GLYPHS[state] for state in states)
+                    is_end = lane.finished and lane.begin + len(lane.states) in range(begin + 1, columns.stop + 1)
+                    before = " " * min(max(0, lane.begin - begin), room)
+                    lines.append(Text.assemble(rid.ljust(labels), before, *cells, DONE if is_end else ""))
+            lines.append(Text())
         for line in lines:
             line.no_wrap, line.overflow = True, "crop"
-        legend = [Text.assemble(glyph, f" {state}") for state, glyph in GLYPHS.items()]
-        legend.append(Text.assemble(DONE, " done"))
-        if each > 1:
-            legend.append(Text(f"a column is {each} steps"))
+        legend = [*(Text.assemble(glyph, f" {state}") for state, glyph in GLYPHS.items()), Text.assemble(DONE, " done")]
         return Group(*lines, Text("   ").join(legend))
 
     def _end_step(self, step: int, states: dict[str, str]) -> None:
@@ -105,29 +102,3 @@ class Timeline(TraceReader):
             lane.finished = request_id in self._ended
         self.steps.append(step)
         self._ended.clear()
-
-    def _block(self, columns: range, each: int, labels: int, *, every_lane: bool) -> list[Text]:
-        """Return a ruler and the lanes for some of the columns."""
-        lines = [Text("step".ljust(labels) + self._ruler(columns, each), style="dim")]
-        for request_id, lane in self.lanes.items():
-            last = (lane.begin + len(lane.states) - 1) // each  # its last column
-            cells = [lane.state(column * each, each) for column in columns if column <= last]
-            line = Text(request_id.ljust(labels))
-            for state, same in groupby(cells):
-                letter, style = GLYPHS[state] if state else (" ", "")
-                line.append(letter * len(list(same)), style)
-            if lane.finished and last in columns:
-                line.append(*DONE)
-            if every_lane or any(cells):
-                lines.append(line)
-        return lines
-
-    def _ruler(self, columns: range, each: int) -> str:
-        """Return the step numbers above the first column of a line and above every tenth column."""
-        ruler = ""
-        for place, column in enumerate(columns):
-            number = str(self.steps[column * each])
-            is_round = (column if each > 1 else column + 1) % 10 == 0
-            if place == 0 or (is_round and len(ruler) < place and place + len(number) <= len(columns)):
-                ruler = ruler.ljust(place) + number
-        return ruler

@@ -10,7 +10,7 @@ names; `draw` shows it on a console, in letters and colours with the same meanin
 used blocks, without owners.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,14 +27,7 @@ from m1_single_request.trace_readers import OpenSteps
 from m1_single_request.tracer import TraceReader, TraceRecord
 from m2_continuous_batching.events import Batch
 from m3_paged_attention.events import KVSized
-from m3_paged_attention.kv_events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksForked,
-    BlocksFreed,
-    BlocksSwapped,
-    BlocksUsed,
-)
+from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, ParallelSampling, Preempted
 
 E = TypeVar("E", bound=Event)
@@ -129,22 +122,20 @@ class BlockMap(TraceReader):
     def read(self, record: TraceRecord) -> None:
         """Apply one record."""
         event, now = record.event, self._now
-        self._change(event, now)
+        self._change(event)
         if isinstance(event, DECISIONS):
             self._decisions.of(record.step).append(event)
         if event.ends_step:
-            now.step, now.requests = record.step, _joined(now.requests, now.tables)  # tables: older than this reader
-            now.events = self._decisions.end(record.step)
+            now.step, now.events = record.step, self._decisions.end(record.step)
             self.frames.append(Frame(**{name: copy(value) for name, value in vars(now).items()}))
 
-    def _change(self, event: Event, now: Frame) -> None:
+    def _change(self, event: Event) -> None:
+        now = self._now
         match event:
             case KVSized():
                 self.sized, now.num_blocks, now.block_size = event, event.num_blocks, event.block_size
-            case BlocksUsed():
-                now.num_blocks, now.block_size = event.num_used + event.num_free, event.block_size
             case RequestAdded():
-                now.requests, now.waiting[event.rid] = _joined(now.requests, [event.rid]), "waits"
+                now.requests, now.waiting[event.rid] = tuple(dict.fromkeys((*now.requests, event.rid))), "waits"
             case Admit():
                 now.waiting.pop(event.rid, None)
             case BlocksAllocated():
@@ -174,11 +165,6 @@ class BlockMap(TraceReader):
         """Remove the blocks of a request, on the device and on the host."""
         self._now.tables.pop(request_id, None)
         self._now.host_tables.pop(request_id, None)
-
-
-def _joined(requests: Iterable[str], more: Iterable[str]) -> tuple[str, ...]:
-    """Return all requests once, those of `more` that are new at the end."""
-    return tuple(dict.fromkeys([*requests, *more]))
 
 
 # --- on a console -----------------------------------------------------------------------------------------------------
@@ -220,12 +206,10 @@ def _rows(frame: Frame, width: int) -> Iterator[Text]:
     rows = [frame.blocks[first : first + each] for first in range(0, frame.num_blocks, each)]
     for is_used, group in groupby(rows, key=lambda row: any(block.holders for block in row)):
         lines = list(group)
-        if is_used:
-            for row in lines:
-                label = Text(f"{row[0].block_id:>{LABEL - 2}}  ", style="dim")
-                yield Text.assemble(label, *(_cell(frame, block) for block in row))
-        else:
-            yield Text(f"{lines[0][0].block_id:>{LABEL - 2}}  ... {lines[-1][-1].block_id} free", style="dim")
+        free = [(f"... {lines[-1][-1].block_id} free", "dim")]
+        for row in lines if is_used else lines[:1]:
+            cells = [_cell(frame, block) for block in row] if is_used else free
+            yield Text.assemble((f"{row[0].block_id:>{LABEL - 2}}  ", "dim"), *cells)
 
 
 def _cell(frame: Frame, block: Block) -> Text:

@@ -20,7 +20,8 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -32,8 +33,7 @@ from m4_radix_cache.mem_cache.events import CacheFlushed, Evicted, Inserted, Loc
 
 MOST_FORKS = 8  # deeper nodes are counted, not drawn: every fork indents the nodes below it
 MOST_RANGES = 3  # of slots that are listed
-LEAST_ROOM = 12  # columns of a text
-GAP = " ... "
+MOST_TEXT = 60  # characters of a node's text
 STYLES = {"+": "green", "*": "cyan", " ": ""}
 KEY = (
     "(+ new since the last drawing; * a request has started from it since then; in front: the number of the node, or "
@@ -161,13 +161,13 @@ class RadixTreeView(TraceReader):
     # --- drawing ------------------------------------------------------------------------------------------------------
 
     def draw(self, tokenizer: Any) -> Tree:
-        """Draw the cache in the console's width, with marks for the changes since the last drawing."""
+        """Draw the cache, with marks for the changes since the last drawing."""
         root, shown, top = Tree(self._title(), guide_style="dim"), list[list[Node]](), self.nodes[0].children
         for salt in sorted({node.namespace for node in top}, key=lambda salt: (salt is None, salt)):
             branches = [root if salt is None else root.add(Text(f"cache_salt {salt!r}", style="magenta"))]
             for depth, runs in _chains([node for node in top if node.namespace == salt]):
                 if runs := runs[: self.most_nodes - len(shown)]:
-                    branches[depth:] = [branches[depth - 1].add(Group(*(_Row(run, tokenizer) for run in runs)))]
+                    branches[depth:] = [branches[depth - 1].add(Group(*(_row(run, tokenizer) for run in runs)))]
                     shown += runs
         drawn = [node for run in shown for node in run]
         if left := len(self.nodes) - 1 - len(drawn):
@@ -213,32 +213,21 @@ def _look(node: Node) -> tuple[Any, ...]:
     return (node.last_access_time is not None and node.number, node.mark, node.lock_ref, node.hit_count)
 
 
-class _Row:
-    """A run of nodes in two lines: its text, as much of both ends as there is room for, and its numbers."""
-
-    def __init__(self, run: Sequence[Node], tokenizer: Any) -> None:
-        first, slots = run[0], np.concatenate([node.slots for node in run])
-        self.head, self.style = f"{first.mark} {first.number}  ", STYLES[first.mark]
-        token_ids = [token_id for node in run for token_id in node.token_ids]
-        self.text = repr(tokenizer.decode(token_ids, skip_special_tokens=False))[1:-1]  # line breaks as escapes
-        locks = f", {some(first.lock_ref, 'lock')}" if first.lock_ref else ""
-        used = "" if first.last_access_time is None else f", used {first.last_access_time}"
-        self.numbers = Text(f"{some(len(slots), 'token')}, slots {_ranges(slots)}", "dim")
-        self.numbers.append(locks, "bold yellow").append(f", {some(first.hit_count, 'hit')}{used}")
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = max(LEAST_ROOM, options.max_width - len(self.head) - 2)
-        line = Text.assemble((self.head, f"bold {self.style}"), (f'"{_shortened(self.text, room)}"', self.style))
-        line.truncate(options.max_width, overflow="ellipsis")  # for characters that are two columns wide
-        yield line
-        for line in self.numbers.wrap(console, max(LEAST_ROOM, options.max_width - len(self.head))):
-            yield Text(" " * len(self.head)).append(line)
-
-
-def _shortened(text: str, width: int) -> str:
-    """Return a text of at most `width` characters: its beginning and its end, if it is longer."""
-    tail = (width - len(GAP)) // 2
-    return text if len(text) <= width else f"{text[: width - len(GAP) - tail]}{GAP}{text[len(text) - tail :]}"
+def _row(run: Sequence[Node], tokenizer: Any) -> Table:
+    """Return a run of nodes in two lines: its text, as both ends of a long one, and its numbers."""
+    first, slots = run[0], np.concatenate([node.slots for node in run])
+    token_ids = [token_id for node in run for token_id in node.token_ids]
+    text = repr(tokenizer.decode(token_ids, skip_special_tokens=False))[1:-1]  # line breaks as escapes
+    if len(text) > MOST_TEXT:
+        text = f"{text[: MOST_TEXT // 2]} ... {text[-MOST_TEXT // 2 :]}"
+    numbers = Text(f"{some(len(slots), 'token')}, slots {_ranges(slots)}", "dim")
+    numbers.append(f", {some(first.lock_ref, 'lock')}" if first.lock_ref else "", "bold yellow")
+    numbers.append(f", {some(first.hit_count, 'hit')}")
+    numbers.append("" if first.last_access_time is None else f", used {first.last_access_time}")
+    row, style = Table.grid(padding=(0, 2, 0, 0)), STYLES[first.mark]
+    row.add_row(Text(f"{first.mark} {first.number}", f"bold {style}"), Text(f'"{text}"', style, no_wrap=True))
+    row.add_row("", numbers)
+    return row
 
 
 def _ranges(slots: np.ndarray) -> str:

@@ -18,15 +18,13 @@ from m1_single_request.output_events import Result
 from m1_single_request.tracer import TraceReader, TraceRecord
 from m5_chunked_prefill_spec.events import Verified
 
-STYLES = {"accepted": "green", "corrected": "bold red", "bonus": "bold cyan", "own": "default"}
-MARKS = {"accepted": ("[", "]"), "corrected": ("{", "}"), "bonus": ("<", ">"), "own": ("", "")}
-"""Around runs of tokens where a console shows no colours."""
-MEANINGS = {
-    "accepted": "an accepted draft",
-    "corrected": "in the place of a wrong draft",
-    "bonus": "behind drafts that were all accepted",
-    "own": "without a draft",
+ORIGINS = {
+    "accepted": ("green", "[]", "an accepted draft"),
+    "corrected": ("bold red", "{}", "in the place of a wrong draft"),
+    "bonus": ("bold cyan", "<>", "behind drafts that were all accepted"),
+    "own": ("default", "", "without a draft"),
 }
+"""Colour, marks around a run of tokens where a console shows no colours, and meaning."""
 
 
 class Token(NamedTuple):
@@ -63,19 +61,17 @@ def coloured(tokens: Sequence[Token], text_of: Callable[[list[int]], str], *, wi
 
     `text_of(token_ids)` decodes a run of tokens.
     """
-    text = Text()
-    for origin, run in groupby(tokens, key=lambda token: token.origin):
-        shown = text_of([token.token_id for token in run]).replace("\n", " ")
-        text.append(_marked(shown, origin, with_marks and shown != ""), style=STYLES[origin])
-    return text
+    runs = groupby(tokens, key=lambda token: token.origin)
+    texts = ((origin, text_of([token.token_id for token in run]).replace("\n", " ")) for origin, run in runs)
+    return Text().join(_marked(text, origin, with_marks) for origin, text in texts)
 
 
 def legend(*, with_marks: bool) -> Text:
     """Return the meanings of the colours."""
-    meanings = (Text(_marked(text, origin, with_marks), STYLES[origin]) for origin, text in MEANINGS.items())
+    meanings = (_marked(meaning, origin, with_marks) for origin, (_, _, meaning) in ORIGINS.items())
     return Text(" · ", style="dim").join(meanings)
 
 
-def _marked(text: str, origin: str, with_marks: bool) -> str:
-    opening, closing = MARKS[origin] if with_marks else ("", "")
-    return f"{opening}{text}{closing}"
+def _marked(text: str, origin: str, with_marks: bool) -> Text:
+    style, marks, _ = ORIGINS[origin]
+    return Text(f"{marks[:1]}{text}{marks[1:]}" if with_marks and text else text, style)

@@ -45,16 +45,14 @@ class PositionsView(TraceReader):
         places = np.arange(len(is_picture))
         first, last = np.flatnonzero(is_picture)[[0, -1]]
         shown = places[max(first - AROUND, 0) : last + 1 + AROUND][:MOST_TOKENS]
-        rows = dict(zip(("place", "time", "height", "width"), (places, *positions), strict=True))
+        names, marks = ("", "place", "time", "height", "width"), np.where(is_picture, "#", ".")
         cell = len(str(len(places))) + 1
         drawing, room = Text(), (width - len("height ")) // cell
         for line in (shown[start : start + room] for start in range(0, len(shown), room)):
-            marks = "".join(f"{'#' if is_picture[place] else '.':>{cell}}" for place in line)
-            drawing.append(f"{'':<6}{marks}\n", "dim")
-            for name, numbers in rows.items():
+            for name, cells in zip(names, (marks, places, *positions), strict=True):
                 drawing.append(f"{name:<6}", "dim")
                 for place in line:
-                    drawing.append(f"{numbers[place]:>{cell}}", "cyan" if is_picture[place] else "")
+                    drawing.append(f"{cells[place]:>{cell}}", "cyan" if is_picture[place] else "")
                 drawing.append("\n")
         return drawing
 

@@ -18,7 +18,6 @@ from m3_paged_attention.kv_events import (
     BlocksForked,
     BlocksFreed,
     BlocksSwapped,
-    BlocksUsed,
 )
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, Preempted
 from m3_paged_attention.views.block_map import KEY, Block, BlockMap, Frame, draw
@@ -79,13 +78,6 @@ def batch(**seq_lens: int) -> Batch:
         mode="mixed", rids=tuple(seq_lens), extend_lens=(1,) * len(seq_lens),
         prefix_lens=tuple(n - 1 for n in seq_lens.values()), seq_lens=tuple(seq_lens.values()), joined=(), left=(),
         total_tokens=len(seq_lens), budget=9,
-    )  # fmt: skip
-
-
-def usage(num_used: int, tokens_held: int, num_blocks: int = 8) -> BlocksUsed:
-    return BlocksUsed(
-        num_used=num_used, num_free=num_blocks - num_used, num_shared=0, num_host_used=0, block_size=4,
-        tokens_held=tokens_held,
     )  # fmt: skip
 
 
@@ -195,12 +187,6 @@ def test_a_frame_keeps_the_decisions_of_its_step_the_most_remarkable_first() -> 
     assert [type(event) for event in third.events] == [NotAdmitted]
 
 
-def test_a_map_that_came_late_learns_the_size_from_the_first_step() -> None:
-    (frame,) = heard((got("a", 2), batch(a=3), usage(1, 3)), head=()).frames
-    assert (frame.num_blocks, frame.block_size) == (8, 4)
-    assert cells(frame) == {2: (("a",), 3)} and frame.requests == ("a",)
-
-
 def test_frames_do_not_change_when_the_run_goes_on() -> None:
     block_map = heard(START)
     kept = block_map.frames[0]
@@ -272,14 +258,14 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 STORY = (
     (
         *(added("a"), added("b"), added("c", 9), admit("a"), got("a", 1, 2), forked("b", "a", 1, 2)),
-        *(admit("b", "fork"), admit("c"), got("c", 3, 4, 5), batch(a=6, c=9), usage(5, 15)),
+        *(admit("b", "fork"), admit("c"), got("c", 3, 4, 5), batch(a=6, c=9)),
     ),
-    (copied("b", 2, 6), batch(a=7, b=6, c=10), usage(6, 20)),
-    (got("a", 7), batch(a=8, b=7, c=11), usage(7, 24)),
-    (freed("c", 3, 4, 5), preempted("c"), batch(a=9, b=8), usage(4, 16)),
-    (freed("a", 2, 7), ended("a", 3), batch(a=9, b=9), usage(2, 8)),
-    (admit("c", said=2, extend=11), got("c", 3, 4, 5), batch(b=9, c=11), usage(5, 18)),
-    (freed("b", 1, 6), ended("b", 3), freed("c", 3, 4, 5), ended("c", 4), usage(0, 0)),
+    (copied("b", 2, 6), batch(a=7, b=6, c=10)),
+    (got("a", 7), batch(a=8, b=7, c=11)),
+    (freed("c", 3, 4, 5), preempted("c"), batch(a=9, b=8)),
+    (freed("a", 2, 7), ended("a", 3), batch(a=9, b=9)),
+    (admit("c", said=2, extend=11), got("c", 3, 4, 5), batch(b=9, c=11)),
+    (freed("b", 1, 6), ended("b", 3), freed("c", 3, 4, 5), ended("c", 4)),
 )
 
 
