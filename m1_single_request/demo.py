@@ -8,13 +8,15 @@ import argparse
 import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
 from m1_single_request.config import ModelConfig, TraceConfig
-from m1_single_request.demo_tour import checked, show_answer, text_of, tour, user_prompt
+from m1_single_request.demo_tour import checked, prompt_of, show_answer, text_of, tour
 from m1_single_request.errors import ConfigError, EngineError
 from m1_single_request.flags import add_flags, config_of
 from m1_single_request.input_processor import Message
@@ -25,44 +27,54 @@ from m1_single_request.trace_readers import ConsoleReader
 
 Flags = Mapping[str, tuple[type, str]]
 """Title of a group of flags -> a configuration class, and the names of those of its fields that have a flag."""
+MAX_THREADS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Settings of the demo itself."""
+
+    threads: int | None = None
+    """Number of CPU threads. Default: 1 for the model that ships, whose operations are too small to share; else that of
+    torch."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"threads={self.threads} must be from 1 to {MAX_THREADS}")
+
 
 PENALTIES = "presence_penalty frequency_penalty repetition_penalty"
 FLAGS: Flags = {
     "model": (ModelConfig, "model device dtype max_model_len"),
     "sampling": (SamplingParams, f"max_tokens temperature top_k top_p min_p {PENALTIES} stop seed"),
+    "demo": (DemoConfig, "threads"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status."""
-    return exit_status(run, make_parser("m1_single_request.demo", __doc__, FLAGS, spelled={}).parse_args(argv))
+    return exit_status(run, make_parser("m1_single_request.demo", __doc__, FLAGS).parse_args(argv))
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
-    params, trace = config_of(args, SamplingParams), trace_config(args, console, tour="verbose")
+    params, configs = config_of(args, SamplingParams), configs_of(args, console, model=ModelConfig)
     if is_tour(args):
-        tour(model_config(args), trace, params, console, reader=None if args.trace else trace.readers[0])
+        tour(configs, params, console, is_explained=args.trace is None)
         return
-    with LLMEngine(model_config=model_config(args), trace_config=trace) as engine:
+    with LLMEngine(**configs) as engine:
         Conversation(engine, params, console).run(args)
 
 
 # --- what the demos of all milestones have in common ------------------------------------------------------------------
 
 
-def make_parser(
-    prog: str, doc: str | None, flags: Flags, spelled: Mapping[str, Sequence[str]]
-) -> argparse.ArgumentParser:
-    """Return a parser of `--prompt`, `--chat`, the trace and these flags. Its description is the text of `doc`.
-
-    `spelled`: flags of fields that are not spelled as `--its-name`.
-    """
+def make_parser(prog: str, doc: str | None, flags: Flags) -> argparse.ArgumentParser:
+    """Return a parser of `--prompt`, `--chat`, the trace and these flags. Its description is the text of `doc`."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=text_of(doc).replace("`", ""))
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("--prompt", help="Answer this prompt and stop.")
     asked.add_argument("--chat", action="store_true", help="Hold a conversation; /reset forgets it, /quit ends it.")
-    parser.add_argument("--raw", action="store_true", help="With --prompt: do not apply the chat template.")
     parser.add_argument(
         "--trace",
         choices=("verbose", "summary", "off"),
@@ -70,7 +82,7 @@ def make_parser(
     )
     parser.add_argument("--trace-file", metavar="OUT.jsonl", help="Write every event to this file, one per line.")
     for title, (config_class, names) in flags.items():
-        add_flags(parser.add_argument_group(title), config_class, names.split(), spelled)
+        add_flags(parser.add_argument_group(title), config_class, names)
     return parser
 
 
@@ -94,24 +106,15 @@ def is_tour(args: argparse.Namespace) -> bool:
     return not args.chat and args.prompt is None
 
 
-def model_config(args: argparse.Namespace) -> ModelConfig:
-    """Return the model of the flags. That which ships gets one CPU thread: its operations are too small to share."""
-    config = config_of(args, ModelConfig)
-    if config.model is None:
-        torch.set_num_threads(1)
-    return config
-
-
-def trace_config(args: argparse.Namespace, console: Console, *, tour: str = "off") -> TraceConfig:
-    """Return the trace of the flags: on this console, and in the trace file. `tour`: the default of a tour.
-
-    Raises `ConfigError` for a flag that would have no effect, before anything is loaded.
-    """
-    if args.raw and args.prompt is None:
-        raise ConfigError("raw has no effect without a prompt")
-    level = args.trace or ("verbose" if args.prompt is not None else tour if is_tour(args) else "off")
+def configs_of(args: argparse.Namespace, console: Console, **classes: type) -> dict[str, Any]:
+    """Return the configurations of the flags, with the trace, as keywords of an engine; set its number of threads."""
+    level = args.trace or ("off" if args.prompt is None else "verbose")
     readers = () if level == "off" else (ConsoleReader(verbose=level == "verbose", console=console),)
-    return TraceConfig(jsonl=args.trace_file, readers=readers)
+    configs = {f"{name}_config": config_of(args, config_class) for name, config_class in classes.items()}
+    threads = config_of(args, DemoConfig).threads or (1 if configs["model_config"].model is None else None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return {**configs, "trace_config": TraceConfig(jsonl=args.trace_file, readers=readers)}
 
 
 class Conversation:
@@ -131,8 +134,7 @@ class Conversation:
         if args.chat:
             self.chat()
         else:
-            message = self.message(args.prompt)["content"]
-            *_, output = self.stream(message if args.raw else user_prompt(self.engine, message))
+            *_, output = self.stream(prompt_of(self.engine, self.message(args.prompt)["content"]))
             show_answer(self.console, output)
 
     def chat(self) -> None:

@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils.benchmark import Timer
 
-from m1_single_request.config import ModelConfig, TraceConfig
 from m1_single_request.errors import EngineError
 from m1_single_request.events import EngineStarted, size
+from m1_single_request.input_processor import Message
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import RequestMetrics, RequestOutput
 from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.trace_readers import Records
+from m1_single_request.trace_readers import ConsoleReader, Records
 
 FULL_STEPS = 2  # at the start of each request
 QUESTION = "What is a KV cache?"
@@ -28,19 +28,19 @@ FACTS = "The code of zebra is 4821. The code of lamp is 0937. The code of otter 
 DRAWN = {"temperature": 1.0, "top_p": 0.9, "seed": 0, "max_tokens": 48}
 
 
-def tour(model: ModelConfig, trace: TraceConfig, params: SamplingParams, console: Console, *, reader: Any) -> None:
+def tour(configs: dict[str, Any], params: SamplingParams, console: Console, *, is_explained: bool) -> None:
     """Run four requests; then measure the first one again, without a trace.
 
-    `reader`: a console reader that prints the first steps of each request in full, the others in a line; or None.
+    `is_explained`: print the first steps of each request in full, the others in a line.
     """
-    records = Records()
-    with LLMEngine(model_config=model, trace_config=replace(trace, readers=(*trace.readers, records))) as engine:
+    records, reader, trace = Records(), ConsoleReader(console=console), configs["trace_config"]
+    own = (records, reader) if is_explained else (records,)
+    with LLMEngine(**{**configs, "trace_config": replace(trace, readers=(*trace.readers, *own))}) as engine:
 
         def show(title: str, remark: str, question: str, **changes: Any) -> None:
             headline(console, title, remark)
-            for output in engine.stream(user_prompt(engine, question), replace(params, **changes)):
-                if reader is not None:
-                    reader.verbose = output.finished or len(output.token_ids) < FULL_STEPS
+            for output in engine.stream(prompt_of(engine, question), replace(params, **changes)):
+                reader.verbose = output.finished or len(output.token_ids) < FULL_STEPS
             show_answer(console, output, question)
 
         remark = "The prefill takes the whole prompt in one step, every decode step just one token."
@@ -58,7 +58,7 @@ def tour(model: ModelConfig, trace: TraceConfig, params: SamplingParams, console
         headline(console, "5. The cost of question 1", f"The fastest of three repeats; in brackets: {RECORDED_ON}.")
         two_or_more = replace(params, max_tokens=max(2, params.max_tokens), min_tokens=2)
         began, cpu_began = time.perf_counter(), time.process_time()
-        outputs = [checked(engine.generate(user_prompt(engine, QUESTION), two_or_more)) for _ in range(3)]
+        outputs = [checked(engine.generate(prompt_of(engine, QUESTION), two_or_more)) for _ in range(3)]
         cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
         ((_, started),) = records.of(EngineStarted)
         like = torch.empty(0, device=started.device, dtype=getattr(torch, started.dtype))
@@ -68,12 +68,12 @@ def tour(model: ModelConfig, trace: TraceConfig, params: SamplingParams, console
 # --- used by the demos of all milestones ------------------------------------------------------------------------------
 
 
-def user_prompt(engine: LLMEngine, content: Any) -> list[int]:
-    """Return the prompt of a user's message; of a model without a chat template, the text alone."""
-    intake = engine.engine_core.input_processor
+def prompt_of(engine: Any, content: Any, past: Sequence[Message] = ()) -> list[int]:
+    """Return the prompt of a user's message after others; of a model without a chat template, their texts alone."""
+    messages, intake = [*past, {"role": "user", "content": content}], engine.engine_core.input_processor
     if intake.tokenizer.chat_template is None:
-        return intake.encode(str(content))
-    return engine.chat_prompt([{"role": "user", "content": content}])
+        return intake.encode("\n".join(str(message["content"]) for message in messages))
+    return engine.chat_prompt(messages)
 
 
 def text_of(doc: str | None) -> str:

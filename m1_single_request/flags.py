@@ -1,6 +1,6 @@
 """Flags of a command line, made of configuration classes: name, type, choices and help of a flag come from its field.
 
-    add_flags(parser.add_argument_group("batching"), SchedulerConfig, ("max_num_seqs", "execution"), spelled={})
+    add_flags(parser.add_argument_group("batching"), SchedulerConfig, "max_num_seqs execution")
     args = parser.parse_args()                          # has --max-num-seqs and --execution
     config = config_of(args, SchedulerConfig, max_num_seqs=4)   # with the default of the caller, not of the class
 
@@ -12,7 +12,7 @@ import argparse
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
 from types import NoneType
@@ -21,12 +21,12 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 T = TypeVar("T")
 
 
-def add_flags(group: Any, config_class: type, names: Sequence[str], spelled: Mapping[str, Sequence[str]]) -> None:
-    """Add a flag for each of these fields. `spelled`: flags of fields that are not spelled as `--its-name`."""
+def add_flags(group: Any, config_class: type, names: str) -> None:
+    """Add a flag for each of these fields; for `field=--one,--two` these flags, in place of `--field`."""
     types, texts = get_type_hints(config_class), field_docs(config_class)
     values = {field.name: field.default for field in fields(config_class)}
-    for name in names:
-        flags = spelled.get(name, [f"--{name.replace('_', '-')}"])
+    for name, _, spelled in (each.partition("=") for each in names.split()):
+        flags = spelled.split(",") if spelled else [f"--{name.replace('_', '-')}"]
         default = "" if values[name] in (None, ()) else f" Default: {values[name]}."
         text = f"{texts[name]}{default}".replace(" None: ", " Default: ").replace("%", "%%")
         dest = f"{config_class.__name__}.{name}"
@@ -43,8 +43,8 @@ def config_of(args: argparse.Namespace, config_class: type[T], **defaults: Any) 
 
 def given(args: argparse.Namespace, config_class: type) -> dict[str, Any]:
     """Return the values of the flags of this class that are given, by field."""
-    start = f"{config_class.__name__}."
-    found = {name.removeprefix(start): value for name, value in vars(args).items() if name.startswith(start)}
+    names = [field.name for field in fields(config_class)]
+    found = {name: getattr(args, f"{config_class.__name__}.{name}", None) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 

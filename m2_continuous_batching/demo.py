@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from m1_single_request import demo as m1
+from m1_single_request.config import ModelConfig
 from m1_single_request.errors import ConfigError
 from m1_single_request.field_rules import PositiveInt, check_fields
 from m1_single_request.flags import config_of
@@ -23,13 +24,14 @@ TOUR_BUDGET = 97  # tokens in a step: one more than the longest prompt of the to
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig:
-    """Settings of the tour."""
+class DemoConfig(m1.DemoConfig):
+    """Settings of the demo itself."""
 
     num_prompts: PositiveInt = 24
     """Number of requests in the comparison."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(self, ConfigError)
 
 
@@ -43,24 +45,23 @@ class Limits(SchedulerConfig):
 FLAGS: m1.Flags = {
     **m1.FLAGS,
     "batching": (Limits, "max_num_seqs max_num_batched_tokens execution"),
-    "tour": (DemoConfig, "num_prompts"),
+    "demo": (DemoConfig, "num_prompts threads"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status."""
-    return m1.exit_status(run, m1.make_parser("m2_continuous_batching.demo", __doc__, FLAGS, {}).parse_args(argv))
+    return m1.exit_status(run, m1.make_parser("m2_continuous_batching.demo", __doc__, FLAGS).parse_args(argv))
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
-    params, trace, demo = config_of(args, SamplingParams), m1.trace_config(args, console), config_of(args, DemoConfig)
-    limits = config_of(args, Limits)
+    params, demo, limits = config_of(args, SamplingParams), config_of(args, DemoConfig), config_of(args, Limits)
     if m1.is_tour(args) and limits.max_num_batched_tokens is None:
         limits = replace(limits, max_num_batched_tokens=max(TOUR_BUDGET, limits.max_num_seqs))
-    with LLMEngine(model_config=m1.model_config(args), scheduler_config=limits, trace_config=trace) as engine:
+    with LLMEngine(**m1.configs_of(args, console, model=ModelConfig), scheduler_config=limits) as engine:
         if m1.is_tour(args):
-            tour(engine, params, console, num_prompts=demo.num_prompts, is_live=not trace.readers)
+            tour(engine, params, console, num_prompts=demo.num_prompts)
         else:
             m1.Conversation(engine, params, console).run(args)
 

@@ -5,20 +5,18 @@ text of its function's docstring.
 """
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console, Group
 from rich.text import Text
 
 from m1_single_request.config import ModelConfig as FileModelConfig
-from m1_single_request.demo_tour import bullets
+from m1_single_request.demo_tour import bullets, prompt_of
 from m1_single_request.events import size, some
 from m1_single_request.sampling_params import SamplingParams
-from m2_continuous_batching import LLMEngine as SlotEngine, SchedulerConfig as SlotSchedulerConfig
-from m2_continuous_batching.demo_comparison import Run, Workload, compare, make_workload, run, same_answers
-from m2_continuous_batching.demo_tour import FIRST, LATE, LATE_AFTER, make_story, open_part, run_story, show_answers
+from m2_continuous_batching import LLMEngine as SlotEngine, SchedulerConfig as SlotSchedulerConfig, demo_tour as m2_tour
+from m2_continuous_batching.demo_tour import Run, Workload, open_part
 from m3_paged_attention.events import KVSized
 from m3_paged_attention.kv_events import BlockCopied, BlocksForked
 from m3_paged_attention.llm_engine import LLMEngine
@@ -27,45 +25,50 @@ from m3_paged_attention.views.block_map import KEY, BlockMap, Frame, draw
 
 BLOCK_SIZE = 8  # half of the engine's own, so that more of them change
 POOL_TOKENS = 288  # a little less than the tour would fill at most, so that a request is preempted
-FORKED = FIRST[1]  # the question that gets several answers
+FORKED = m2_tour.FIRST[1]  # the question that gets several answers
 NUM_ANSWERS = 3
+Config = TypeVar("Config", bound=Any)
+
+
+def with_room(config: Config, **size: int) -> Config:
+    """Return `config` with this size of the KV memory, unless it has one."""
+    names = (*size, "kv_cache_memory_bytes", "gpu_memory_utilization")
+    return config if any(getattr(config, name) is not None for name in names) else replace(config, **size)
 
 
 def tour(configs: dict[str, Any], params: SamplingParams, console: Console, *, num_prompts: int) -> None:
     """Run m2's questions, draw the blocks at the first event of each kind, and print facts; then compare with m2.
 
-    The burst of m2's demo: {first} questions at the start, {late} more after step {after}, with {answers} to
-    {forked!r}. The KV memory is {blocks} of {tokens}, {memory} with block 0, which is never allocated. A slot of m2 is
-    as long as the longest request may become: {most:,} tokens, {slot}. For m2 this memory is {slots:.2f} slots.
+    The burst of m2's demo, with {answers} answers to {forked!r}. The KV memory is {sized.num_blocks} blocks of
+    {sized.block_size} tokens, {memory} with block 0, which is never allocated. A slot of m2 is as long as the longest
+    request may become: {sized.max_model_len:,} tokens, {slot}. For m2 this memory is {slots:.2f} slots.
     """
     block_map, single, trace = BlockMap(), replace(params, n=1), configs["trace_config"]
 
     def latest() -> Group:
-        return draw(block_map.frames[-1], console.width, most=6)
+        return Group(*(draw(frame, console.width, most=6) for frame in block_map.frames[-1:]))
 
     configs = {**configs, "trace_config": replace(trace, readers=(*trace.readers, block_map))}
     with LLMEngine(**configs) as engine:
         sized = block_map.sized
         assert sized is not None, "a map that is attached from the start has the size of the memory"
-        slot_bytes = sized.max_model_len * sized.bytes_per_token
-        questions = {"first": len(FIRST), "late": len(LATE), "after": LATE_AFTER, "forked": FORKED}
-        blocks = {"blocks": some(sized.num_blocks, "block"), "tokens": some(sized.block_size, "token")}
+        slot_bytes, asked = sized.max_model_len * sized.bytes_per_token, {"forked": FORKED, "answers": params.n}
         memory = {"memory": size(sized.num_bytes), "slot": size(slot_bytes), "slots": sized.num_bytes / slot_bytes}
-        numbers = {**questions, **blocks, **memory, "answers": some(params.n, "answer"), "most": sized.max_model_len}
-        open_part(console, "1. A burst of requests in a few blocks", tour, **numbers)
+        open_part(console, "1. A burst of requests in a few blocks", tour, **asked, **memory, sized=sized)
         console.print(Text(f"{KEY}\n"))
         budget = engine.config.scheduler.resolved(sized.max_model_len).max_num_batched_tokens
         longest = min(sized.num_blocks * sized.block_size, budget)
-        story = make_story(engine, single, longest)
-        story = [replace(each, params=several(params)) if each.title == FORKED else each for each in story]
-        outputs = run_story(engine, story, console, None if trace.readers else latest)
+        story = m2_tour.make_story(engine, single, longest)
+        story = [replace(each, params=several(params)) if each.text == FORKED else each for each in story]
+        outputs = m2_tour.run_story(engine, story, console, latest)
         engine.tracer.close()
         for title, frame in highlights(block_map.frames):
             console.print(Text(title, style="bold"), draw(frame, console.width), Text(""), sep="\n")
-        show_answers(console, story, outputs)
+        m2_tour.show_answers(console, story, outputs)
         bullets(console, facts(block_map.frames, sized))
-        text = [token_id for question in story for token_id in question.token_ids]
-        show_comparison(engine, sized, make_workload(num_prompts, text, single, longest_prompt=longest), console)
+        text = prompt_of(engine, m2_tour.FACTS)
+        workload = m2_tour.make_workload(num_prompts, text, single, longest_prompt=longest)
+        show_comparison(engine, sized, workload, console)
 
 
 # --- 1. the blocks ----------------------------------------------------------------------------------------------------
@@ -128,13 +131,11 @@ def show_comparison(engine: LLMEngine, sized: KVSized, workload: Workload, conso
     if model.load_format == "dummy" or not num_slots:
         bullets(console, ["Nothing is compared: m2 needs the files of a model, and memory for a slot."])
         return
-    config = FileModelConfig(
-        model=model.model, device=model.device, dtype=model.dtype, seed=model.seed, max_model_len=num_tokens
-    )
+    config = FileModelConfig(model=model.model, device=model.device, dtype=model.dtype, max_model_len=num_tokens)
     with SlotEngine(model_config=config, scheduler_config=SlotSchedulerConfig(max_num_seqs=num_slots)) as m2:
-        ways = {"m2": m2, "m3": engine}
-        runs = compare({name: partial(run, each, workload, len(workload)) for name, each in ways.items()}, console)
-    bullets(console, [*conclusions(runs["m2"], runs["m3"]), same_answers(runs)])
+        sides = {"m2": (m2, len(workload)), "m3": (engine, len(workload))}
+        runs = m2_tour.compare(workload, sides, console)
+    bullets(console, [*conclusions(runs["m2"], runs["m3"]), m2_tour.same_answers(runs)])
 
 
 def conclusions(m2: Run, m3: Run) -> list[str]:

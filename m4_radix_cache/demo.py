@@ -8,28 +8,26 @@ part; the others have plenty.
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 
 from m1_single_request import demo as m1
-from m1_single_request.errors import ConfigError
 from m1_single_request.field_rules import PositiveInt
 from m1_single_request.flags import config_of
+from m2_continuous_batching import demo as m2
 from m3_paged_attention import demo as m3
 from m4_radix_cache import CacheConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams, SchedulerConfig
 from m4_radix_cache.demo_tour import CONSERVATIVENESS, Tour, reuse
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(m3.DemoConfig):
+class DemoConfig(m2.DemoConfig):
     """Settings of the demo itself."""
 
     num_prompts: PositiveInt = 5
     """Number of users in part 1 of the tour."""
-    num_blocks: int | None = None
-    """Size of the KV memory in pages, in place of --max-total-tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,51 +43,28 @@ class RequestConfig:
 FLAGS: m1.Flags = {
     **m3.FLAGS,
     "requests": (RequestConfig, "priority cache_salt"),
-    "prefix cache": (CacheConfig, "prefix_cache eviction_policy"),
+    "prefix cache": (CacheConfig, "prefix_cache=--cache eviction_policy"),
     "batching": (SchedulerConfig, "max_num_seqs max_num_batched_tokens schedule_policy schedule_conservativeness"),
     "KV memory": (CacheConfig, "page_size max_total_tokens kv_cache_memory_bytes gpu_memory_utilization"),
-    "tour": (DemoConfig, "num_prompts threads num_blocks"),
+    "demo": (DemoConfig, "num_prompts threads"),
 }
-SPELLED = {"prefix_cache": ["--cache"], "page_size": ["--page-size", "--block-size"]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status."""
-    return m1.exit_status(run, m1.make_parser("m4_radix_cache.demo", __doc__, FLAGS, SPELLED).parse_args(argv))
+    return m1.exit_status(run, m1.make_parser("m4_radix_cache.demo", __doc__, FLAGS).parse_args(argv))
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
-    params, demo, options = m3.answer_params(args), config_of(args, DemoConfig), request_options(args)
-    reserved = {"schedule_conservativeness": CONSERVATIVENESS} if m1.is_tour(args) else {}
-    configs: dict[str, Any] = {
-        "model_config": config_of(args, ModelConfig),
-        "scheduler_config": config_of(args, SchedulerConfig, **reserved),
-        "cache_config": cache_config(args),
-        "trace_config": m1.trace_config(args, console),
-    }
-    demo.set_threads(configs["model_config"])
+    demo, params, options = config_of(args, DemoConfig), m3.answer_params(args), asdict(config_of(args, RequestConfig))
+    configs = m1.configs_of(args, console, model=ModelConfig, scheduler=SchedulerConfig, cache=CacheConfig)
     if m1.is_tour(args):
-        Tour(configs, params, options, console).run(demo.num_prompts)
+        limits = config_of(args, SchedulerConfig, schedule_conservativeness=CONSERVATIVENESS)
+        Tour({**configs, "scheduler_config": limits}, params, options, console).run(demo.num_prompts)
         return
     with LLMEngine(**configs) as engine:
         Conversation(engine, params, console, options).run(args)
-
-
-def request_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of every request."""
-    config = config_of(args, RequestConfig)
-    return {"priority": config.priority, "cache_salt": config.cache_salt}
-
-
-def cache_config(args: argparse.Namespace) -> CacheConfig:
-    """Return the configuration of the cache and of its memory."""
-    config, num_blocks = config_of(args, CacheConfig), config_of(args, DemoConfig).num_blocks
-    if num_blocks is None:
-        return config
-    if config.max_total_tokens is not None:
-        raise ConfigError("num_blocks and max_total_tokens are two names of the same size: give one of them")
-    return replace(config, max_total_tokens=num_blocks * config.page_size)
 
 
 class Conversation(m1.Conversation):

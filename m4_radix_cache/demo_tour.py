@@ -8,7 +8,7 @@ a wrong page in the cache would show in an answer.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from statistics import mean, median
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
@@ -16,15 +16,14 @@ from typing import Any, ClassVar, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from m1_single_request import trace_readers
-from m1_single_request.demo_tour import bullets, checked
+from m1_single_request.demo_tour import bullets, checked, prompt_of
 from m1_single_request.events import Event, RequestAdded, some
 from m1_single_request.input_processor import Message
-from m1_single_request.trace_readers import readers_of
+from m1_single_request.trace_readers import Records, readers_of
 from m1_single_request.tracer import TraceReader
-from m2_continuous_batching.demo_tour import open_part
-from m3_paged_attention.demo_tour import several
-from m4_radix_cache import CacheConfig, LLMEngine, RequestOutput, SamplingParams, TraceConfig
+from m2_continuous_batching.demo_tour import in_turn, open_part
+from m3_paged_attention.demo_tour import several, with_room
+from m4_radix_cache import LLMEngine, RequestOutput, SamplingParams, TraceConfig
 from m4_radix_cache.events import Admit, Audit, Matched, PolicyOrder, Retract
 from m4_radix_cache.mem_cache.events import Evicted
 from m4_radix_cache.views.radix_tree import KEY, RadixTreeView
@@ -47,14 +46,6 @@ CHAT = ("What is prefix caching?", "What is the code of lamp?", "What is LRU?", 
 DECISIONS = (RequestAdded, PolicyOrder, Matched, Admit)
 
 T = TypeVar("T")
-
-
-class Records(trace_readers.Records):
-    """All records of a trace, and their sentences."""
-
-    def sentences(self, wanted: Callable[[Any], bool]) -> list[str]:
-        """Return the sentences of the wanted events, each with its step."""
-        return [f"step {record.step}: {record.event.explain()}" for record in self if wanted(record.event)]
 
 
 class Stage:
@@ -93,16 +84,19 @@ class Stage:
         streams = [engine.stream(prompt, params, **own) for prompt, own in zip(prompts, options, strict=True)]
         return [checked(list(stream)[-1]) for stream in streams]
 
+    def sentences(self, wanted: Callable[[Any], bool]) -> list[str]:
+        """Return the sentences of the wanted events so far, each with its step."""
+        return [f"step {record.step}: {record.event.explain()}" for record in self.records if wanted(record.event)]
+
     def measured(self, subjects: Mapping[str, Any], run: Callable[[Any], T]) -> dict[str, list[T]]:
-        """Return the results of several rounds; in each, all subjects run, so that a slow moment meets all of them.
+        """Return the results of several rounds; all subjects take turns.
 
         The first round, whose steps are slower, does not count. The engines have no trace from here on.
         """
         for engine in self.engines:
             engine.tracer.close()
-        with self.console.status("measuring", refresh_per_second=2):
-            rounds = [{name: run(subject) for name, subject in subjects.items()} for _ in range(ROUNDS + 1)]
-        return {name: [results[name] for results in rounds[1:]] for name in subjects}
+        ways = {name: partial(run, subject) for name, subject in subjects.items()}
+        return {name: results[1:] for name, results in in_turn(ways, self.console, ROUNDS + 1).items()}
 
 
 class Tour(Stage):
@@ -120,11 +114,13 @@ class Tour(Stage):
             self.show_users(engine, prompts)
             self.show_conversation(engine)
             self.show_times(engine, prompts)
-            self.show_little_memory(self.engine(cache_config=replace(sized(memory, LITTLE), debug=True)))
+            little = replace(with_room(memory, max_total_tokens=LITTLE), debug=True)
+            self.show_little_memory(self.engine(cache_config=little))
 
     def draw(self, engine: LLMEngine) -> None:
         """Print the cache."""
-        self.console.print("\n[bold]The cache now", self.view.draw(tokenizer_of(engine)), "", sep="\n")
+        picture = self.view.draw(engine.engine_core.input_processor.tokenizer)
+        self.console.print("\n[bold]The cache now", picture, "", sep="\n")
 
     def show_users(self, engine: LLMEngine, prompts: list[list[int]]) -> None:
         """Print the tokens that each request reuses, the reason, and the tree.
@@ -140,7 +136,7 @@ class Tour(Stage):
         if skipped := best.metrics.cached_tokens:
             rid = best.request_id
             self.console.print(f"\n[bold]Why {rid} skips {some(skipped, 'token')}: its way through the trace")
-            bullets(self.console, self.records.sentences(lambda e: isinstance(e, DECISIONS) and rid in e.request_ids()))
+            bullets(self.console, self.sentences(lambda e: isinstance(e, DECISIONS) and rid in e.request_ids()))
         (other,) = self.answer(engine, prompts[0], salts=["another tenant"])
         self.console.print(
             f"\n{other.request_id} comes later with the first prompt, but with the cache_salt of another tenant: "
@@ -175,9 +171,6 @@ class Tour(Stage):
         none shares. Medians of three rounds.
         """
         open_part(self.console, "3. The time to first token", self.show_times)
-        if engine.config.cache.prefix_cache == "chunk":
-            bullets(self.console, ["Nothing is compared: no KV is shared with --cache chunk."])
-            return
 
         def run(salts: list[str]) -> tuple[float, list[str]]:
             engine.flush_cache()
@@ -196,20 +189,16 @@ class Tour(Stage):
         """Print the evictions and retractions, the tree, two requests that come again, and the audit of the memory.
 
         {users} with nothing in common come {every} steps after each other. Each may need up to {most} tokens; the KV
-        memory has room for {room:,}. Admission reserves {reserved:g} times the usual part of it for answers. Evicted
-        and retracted are:
+        memory has room for {stats.max_total_tokens:,}. Admission reserves {limits.schedule_conservativeness:g} times
+        the usual part of it for answers. Evicted and retracted are:
         """
         texts = [f"{codes(range(4 * i, 4 * i + 4))} What is {term}?" for i, term in enumerate(TERMS)]
         prompts = [prompt_of(engine, text) for text in texts]
         params = several(replace(self.params, max_tokens=min(self.params.max_tokens, MOST_OUTPUT)))
-        numbers = {
-            "users": some(len(prompts), "user"),
-            "every": EVERY,
-            "most": max(map(len, prompts)) + params.n * params.max_tokens,
-            "room": engine.stats().max_total_tokens,
-            "reserved": engine.config.scheduler.schedule_conservativeness,
-        }
-        open_part(self.console, "4. Little memory", self.show_little_memory, **numbers)
+        most = max(map(len, prompts)) + params.n * params.max_tokens
+        numbers = {"users": some(len(prompts), "user"), "every": EVERY, "most": most, "stats": engine.stats()}
+        limits = engine.config.scheduler
+        open_part(self.console, "4. Little memory", self.show_little_memory, limits=limits, **numbers)
         streams = []
         for prompt in prompts:
             streams.append(engine.stream(prompt, params, **self.options))
@@ -217,10 +206,10 @@ class Tour(Stage):
                 engine.step()
         for stream in streams:
             checked(list(stream)[-1])
-        bullets(self.console, self.records.sentences(is_loss))
+        bullets(self.console, self.sentences(is_loss))
         self.draw(engine)
         first, last = self.answer(engine, prompts[0], prompts[-1])
-        audits = self.records.sentences(lambda event: isinstance(event, Audit))
+        audits = self.sentences(lambda event: isinstance(event, Audit))
         again = f"The first user asks again: {reuse(first)}. The last one: {reuse(last)}."
         audit = f"The memory was audited after each of {some(len(audits), 'step')}; {audits[-1]}"
         bullets(self.console, [again, audit])
@@ -248,34 +237,14 @@ def codes(indices: Sequence[int]) -> str:
 SYSTEM: Message = {"role": "system", "content": f"You answer questions. {codes(range(len(NOUNS)))}"}
 
 
-def tokenizer_of(engine: Any) -> Any:
-    """Return the tokenizer of an engine."""
-    return engine.engine_core.input_processor.tokenizer
-
-
-def prompt_of(engine: Any, content: Any, past: Sequence[Message] = ()) -> list[int]:
-    """Return the prompt of a user's message after a conversation; without a chat template, a line for each message."""
-    messages, tokenizer = [*past, {"role": "user", "content": content}], tokenizer_of(engine)
-    if tokenizer.chat_template is not None:
-        return engine.chat_prompt(messages)
-    return list(tokenizer.encode("".join(f"{message['content']}\n" for message in messages)))
-
-
-def sized(config: CacheConfig, num_tokens: int) -> CacheConfig:
-    """Return `config` with room for `num_tokens`, unless it sets a size."""
-    sizes = (config.max_total_tokens, config.kv_cache_memory_bytes, config.gpu_memory_utilization)
-    return replace(config, max_total_tokens=num_tokens) if all(size is None for size in sizes) else config
-
-
 def beside_recorded(times: Mapping[str, Sequence[float]], recorded: Mapping[str, float], source: str) -> str:
     """Return the median seconds of two subjects beside recorded ones, which count where the rounds differ too much."""
-    here = {name: median(own) for name, own in times.items()}
     disturbed = any(max(own) > 1.5 * min(own) for own in times.values())
     warning = " This run was disturbed, its rounds differ by half: take the recorded times." if disturbed else ""
+    here = {name: median(own) for name, own in times.items()}
     return f"{_ratio(here)}. Recorded {source}: {_ratio(recorded)}.{warning}"
 
 
 def _ratio(seconds: Mapping[str, float]) -> str:
-    short, long = seconds.values()
-    each = " and ".join(f"{own * 1e3:.1f} ms {name}" for name, own in seconds.items())
-    return f"{each}, {long / short:.1f} times as long"
+    (fast, short), (slow, long) = sorted(seconds.items(), key=lambda item: item[1])
+    return f"{short * 1e3:.1f} ms {fast} and {long * 1e3:.1f} ms {slow}, {long / short:.1f} times as long"

@@ -10,7 +10,7 @@ engine loads the model.
 import argparse
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -18,21 +18,17 @@ from rich.console import Console
 
 from m1_single_request import demo as m1
 from m1_single_request.errors import ConfigError, EngineError
-from m1_single_request.events import some
 from m1_single_request.field_rules import PositiveInt
 from m1_single_request.flags import config_of, given
 from m1_single_request.input_processor import Message
 from m3_paged_attention import demo as m3
+from m3_paged_attention.demo_tour import with_room
 from m4_radix_cache import demo as m4
-from m4_radix_cache.demo_tour import sized
 from m5_chunked_prefill_spec import demo as m5
-from m5_chunked_prefill_spec.config import SpeculativeConfig
-from m6_multimodal_pd import DisaggregationConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams
+from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams
 from m6_multimodal_pd.config import MultimodalConfig, SchedulerConfig
-from m6_multimodal_pd.demo_terminal import shown
+from m6_multimodal_pd.demo_terminal import frames_of, shown
 from m6_multimodal_pd.demo_tour import MOST_COLUMNS, Tour, options_for, starting
-from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling
-from m6_multimodal_pd.multimodal.media_reader import MediaLoader
 
 ROOM = 32_768
 """Tokens of KV memory in the tour."""
@@ -60,12 +56,12 @@ class UserConfig:
     """Use engines that share the work, each a process that loads the model. Implied by the next three flags."""
 
 
-LIMITS = "allowed_url_schemes min_pixels max_pixels encoder_budget embedding_cache_bytes"
+LIMITS = "allowed_url_schemes=--allow-url min_pixels max_pixels encoder_budget embedding_cache_bytes"
 FLAGS: m1.Flags = {
     **m5.FLAGS,
     "batching": (SchedulerConfig, f"{m5.FLAGS['batching'][1]} enable_overlap"),
     "launches": (ModelConfig, "cuda_graphs"),
-    "tour": (DemoConfig, m5.FLAGS["tour"][1]),
+    "demo": (DemoConfig, m5.FLAGS["demo"][1]),
     "pictures": (UserConfig, "image video video_fps"),
     "limits of pictures": (MultimodalConfig, LIMITS),
     "prefill and decode apart": (UserConfig, "pd"),
@@ -75,8 +71,7 @@ FLAGS: m1.Flags = {
 
 def make_parser() -> argparse.ArgumentParser:
     """Return a parser of all flags."""
-    spelled = {**m5.SPELLED, "allowed_url_schemes": ["--allow-url"]}
-    return m1.make_parser("m6_multimodal_pd.demo", __doc__, FLAGS, spelled)
+    return m1.make_parser("m6_multimodal_pd.demo", __doc__, FLAGS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,12 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
     demo, user, params = config_of(args, DemoConfig), config_of(args, UserConfig), m3.answer_params(args)
-    check_pictures(args, user)
+    if user.video_fps is not None and not user.video and not args.chat:
+        raise ConfigError(f"video_fps={user.video_fps} has no effect without a video")
     if m1.is_tour(args) and (user.image or user.video):
         args.prompt = "What happens in the clip?" if user.video else "Describe the picture."
-    configs, group, options = configs_of(args), group_of(args), m4.request_options(args)
-    configs["trace_config"] = m1.trace_config(args, console)
-    demo.set_threads(configs["model_config"])
+    configs, group, options = configs_of(args, console), group_of(args), asdict(config_of(args, m4.RequestConfig))
     if m1.is_tour(args):
         Tour(configs, params, options, console).run(demo.num_prompts, group)
         return
@@ -102,25 +96,13 @@ def run(args: argparse.Namespace, console: Console) -> None:
         Conversation(engine, params, console, options, user).run(args)
 
 
-def check_pictures(args: argparse.Namespace, user: UserConfig) -> None:
-    """Raise `ConfigError` for flags of pictures that have no effect."""
-    if user.video_fps is not None and not user.video and not args.chat:
-        raise ConfigError(f"video_fps={user.video_fps} has no effect without a video")
-    if args.raw and (user.image or user.video):
-        raise ConfigError("raw has no effect with pictures: the chat template puts them into the prompt")
-
-
-def configs_of(args: argparse.Namespace) -> dict[str, Any]:
+def configs_of(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Return the configurations of the flags, as keywords of an engine. A tour drafts with n-grams, or as requested."""
-    drafts, cache = m5.speculative_configs(args), m4.cache_config(args)
-    method = "draft_model" if config_of(args, m5.DraftConfig).draft_model else next(iter(drafts), "none")
-    return {
-        "model_config": config_of(args, ModelConfig),
-        "scheduler_config": config_of(args, SchedulerConfig),
-        "cache_config": sized(cache, ROOM) if m1.is_tour(args) else cache,
-        "speculative_config": drafts.get(method, SpeculativeConfig()),
-        "multimodal_config": config_of(args, MultimodalConfig),
-    }
+    classes = {"model": ModelConfig, "scheduler": SchedulerConfig, "cache": CacheConfig, "multimodal": MultimodalConfig}
+    configs = m1.configs_of(args, console, **classes) | {"speculative_config": m5.speculative_configs(args)[0]}
+    if m1.is_tour(args):
+        configs["cache_config"] = with_room(configs["cache_config"], max_total_tokens=ROOM)
+    return configs
 
 
 def group_of(args: argparse.Namespace) -> DisaggregationConfig | None:
@@ -151,8 +133,6 @@ class Conversation(m4.Conversation):
 
     def take(self, kind: str, path: str) -> str:
         """Show a picture or a clip; return the line to print, also for an error."""
-        if not path:
-            return f"/{kind} needs a path"
         try:
             self.show(kind, os.path.expanduser(path.strip("'\"")))
         except EngineError as error:
@@ -163,13 +143,10 @@ class Conversation(m4.Conversation):
         """Print a picture or a clip, and keep it for the next question. Raises `InvalidRequestError`."""
         fps = {} if self.video_fps is None or kind == "image" else {"video_fps": self.video_fps}
         part, name = {"type": kind, kind: path, **fps}, f"{kind} {path}"
-        media = MediaLoader(self.engine.config.multimodal, FrameSampling()).load(part, name)
+        frames = frames_of(part, self.engine.config.multimodal, name)
         self.engine.chat_prompt([{"role": "user", "content": [part]}])  # a picture that it cannot take may not wait
-        frames = media.pixels.reshape(-1, *media.pixels.shape[-3:])
         caption = f"{name}: {frames.shape[2]} x {frames.shape[1]} pixels"
-        if isinstance(media, Frames):
-            caption += f", {some(media.total, 'frame')}"
-        self.console.print(shown(list(frames), caption, self.console, MOST_COLUMNS))
+        self.console.print(shown(frames, caption, self.console, MOST_COLUMNS))
         self.waiting.append(part)
 
     def message(self, text: str) -> Message:
@@ -187,13 +164,11 @@ class Conversation(m4.Conversation):
         return super().reset(line)
 
     def _answer(self, question: Message) -> None:
-        """Print an answer. The pictures of a question that failed wait for the next one."""
+        """Print an answer. The pictures of a question that failed wait for the next one, or for /reset."""
         num_messages = len(self.history)
         super()._answer(question)
         if len(self.history) > num_messages:
             self.waiting.clear()
-        elif self.waiting:
-            self.console.print("[dim]the pictures wait for the next question; /reset forgets them[/dim]")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Part of `python -m m6_multimodal_pd.demo`; no part of the engine depends on it. 
 the colour of the letter `▀`, the lower half that of its background.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -13,13 +14,24 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.multimodal.decode_video import FrameSampling
+from m6_multimodal_pd.multimodal.media_reader import MediaLoader
+
 HALF = "▀"
 
 
-def shown(frames: Sequence[np.ndarray], caption: str, console: Console, columns: int) -> Text:
+def frames_of(part: Mapping[str, Any], config: MultimodalConfig, name: str) -> np.ndarray:
+    """Return the pixels of a part of a message, uint8 `[num_frames, height, width, 3]`. `name`: in errors."""
+    pixels = MediaLoader(config, FrameSampling()).load(part, name).pixels
+    return pixels.reshape(-1, *pixels.shape[-3:])
+
+
+def shown(frames: np.ndarray, caption: str, console: Console, columns: int) -> Text:
     """Return a picture, or some frames of a clip, in at most `columns` x `columns / 2` characters.
 
-    `frames`: uint8 `[height, width, 3]`. On a console without colours, or without the character HALF: the caption.
+    `frames`: uint8 `[num_frames, height, width, 3]`. On a console without colours or without the character HALF: the
+    caption.
     """
     if console.color_system is None or console.no_color or not console.encoding.startswith("utf"):
         return Text(f"[{caption}]", style="dim")
@@ -40,7 +52,7 @@ def half_blocks(pixels: np.ndarray, columns: int) -> Text:
     return drawing
 
 
-def contact_sheet(frames: Sequence[np.ndarray]) -> np.ndarray:
+def contact_sheet(frames: np.ndarray) -> np.ndarray:
     """Return four frames of a clip from the first to the last, two in a line, with black lines between them."""
     chosen = np.linspace(0, len(frames) - 1, 4).round().astype(int)
     gap = len(frames[0]) // 12 + 1

@@ -6,45 +6,43 @@ text of its function's docstring. The model that ships has learned such question
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
-from PIL import Image, ImageSequence
 from rich.console import Console, Group
 from rich.live import Live
 from rich.status import Status
 from rich.table import Column, Table
 from rich.text import Text
 
-from m1_single_request.demo_tour import QUESTION, bullets, checked
+from m1_single_request.demo_tour import QUESTION, bullets, checked, prompt_of
 from m1_single_request.errors import InvalidPromptError
 from m1_single_request.events import some
-from m2_continuous_batching.demo_tour import open_part
+from m2_continuous_batching.demo_tour import PACE, open_part
 from m3_paged_attention.demo_tour import several
-from m4_radix_cache.demo_tour import NOUNS, Stage, codes, prompt_of
-from m5_chunked_prefill_spec.demo_tour import TEXT, run_streams, timelines
+from m4_radix_cache.demo_tour import NOUNS, Stage, codes
+from m5_chunked_prefill_spec.demo_tour import TEXT, run_streams, show_times
 from m6_multimodal_pd import DisaggregationConfig, LLMEngine, RequestOutput, SamplingParams, SpeculativeConfig
-from m6_multimodal_pd.demo_terminal import shown
+from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.demo_terminal import frames_of, shown
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
 from m6_multimodal_pd.views.positions import KEY, PositionsView
 from m6_multimodal_pd.views.two_engines import replay
 
 MOST_COLUMNS = 32
 """Width of a picture, in characters."""
-PACE = 0.05
-"""Pause after each step on a terminal, in seconds: without it the answers could not be watched."""
 PICTURES = Path(__file__).parent / "demo_pictures"
 Outputs = dict[str, RequestOutput]
 """By request id."""
 NUM_STREAMS, STREAM_TOKENS, EVERY, PROMPT_TOKENS = 4, 180, 12, 1000
 """A prompt arrives whenever the streams, on average, have EVERY tokens more."""
 TWO, ONE = "two engines", "one engine"
-RECORDED, RECORDED_ON = {TWO: (0.00595, 0.766, 1.64), ONE: (0.01747, 0.1175, 1.77)}, "AMD EPYC, 2 cores, tiny-qwen3"
+RECORDED = {"gap": {TWO: 0.00595, ONE: 0.01747}, "wait": {TWO: 0.766, ONE: 0.1175}, "total": {TWO: 1.64, ONE: 1.77}}
+RECORDED_ON = "with tiny-qwen3 on 2 cores of an AMD EPYC"
 """Seconds, from `benchmarks/results/m6_pd.json`, and the machine."""
 
 
@@ -62,16 +60,10 @@ class Ask:
         parts = [{"type": self.kind, self.kind: PICTURES / self.file}, {"type": "text", "text": self.question}]
         return parts if self.file else self.question
 
-    @property
-    def frames(self) -> list[np.ndarray]:
-        """The pixels of the picture or the clip, uint8 `[height, width, 3]` each."""
-        with Image.open(PICTURES / self.file) as image:
-            return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
-
-    @property
-    def caption(self) -> str:
-        """The name of the file as a text."""
-        return self.file.partition(".")[0].replace("_", " ")
+    def drawn(self, console: Console, columns: int) -> Text:
+        """Return the picture or the clip in this width; where it cannot be drawn, the name of the file as a text."""
+        frames = frames_of(self.content[0], MultimodalConfig(), self.file)
+        return shown(frames, self.file.partition(".")[0].replace("_", " "), console, columns)
 
 
 SEEN = (
@@ -95,28 +87,29 @@ class Tour(Stage):
         """Run the parts that one engine shows, then those that this group of engines shows."""
         with self.stack:
             self.readers.append(positions := PositionsView())
-            engine = self.engine()
-            reason = refusal(engine)
-            asks = [*(() if reason else SEEN), *(READ[number % len(READ)] for number in range(num_texts))]
+            engine, seen = self.engine(), SEEN
+            try:
+                prompt_of(engine, SEEN[0].content)
+            except InvalidPromptError as error:
+                self.console.print(Text(f"Pictures, with parts 2 and 3, are left out: {error}.", style="yellow"))
+                seen = ()
+            asks = [*seen, *(READ[number % len(READ)] for number in range(num_texts))]
             batch = {f"req-{number}": ask for number, ask in enumerate(asks)}
             alone = self.show_batch(engine, batch)
-            if reason is None:
+            if seen:
                 self.show_positions(positions)
                 self.show_again(engine, alone["req-1"].text)
-            else:
-                self.console.print(Text(f"\nParts 2 and 3 are left out: {reason}.", style="yellow"))
             if group is not None:
                 two = self.show_two_engines(group, batch, alone)
                 self.show_gaps({TWO: two, ONE: engine})
             self.show_overlap({rid: ask for rid, ask in batch.items() if not ask.file})
 
     def steps(self, engine: LLMEngine, batch: Mapping[str, Ask]) -> Iterator[Outputs]:
-        """Add all requests, and yield their outputs after each step. The first one has `params.n` answers."""
+        """Add all requests, and yield their outputs after each step."""
         params, outputs = several(self.params), Outputs()
         for rid, ask in batch.items():
             prompt = prompt_of(engine, ask.content)
             engine.add_request(prompt, params, request_id=rid, **options_for(engine, self.options, prompt))
-            params = replace(self.params, n=1)
         while engine.has_unfinished_requests():
             outputs |= {rid: checked(output) for rid, output in engine.step().items()}
             yield outputs
@@ -219,14 +212,12 @@ class Tour(Stage):
         late = [(tokens(k=length), replace(params, max_tokens=8)) for _ in range(STREAM_TOKENS // EVERY - 1)]
         run = partial(run_streams, streams=streams, late=late, every=EVERY, options={"speculate": False})
         rounds = self.measured(engines, run)
-        here = {name: np.median([run.times for run in runs], axis=0).tolist() for name, runs in rounds.items()}
-        self.console.print("[bold]The first stream, from the arrival of a long prompt on: a mark for each token")
-        self.console.print(timelines({name: runs[-1].stream for name, runs in rounds.items()}, end=12 * here[ONE][0]))
-        table = Table("", "longest gap", "first token of a prompt", "total", box=None, padding=(0, 2, 0, 0))
-        for name, times in {**here, **{f"{name}, recorded": own for name, own in RECORDED.items()}}.items():
-            table.add_row(name, *(f"{seconds * 1e3:,.1f} ms" for seconds in times))
-        self.console.print(table, f"recorded on: {RECORDED_ON}\n")
-        bullets(self.console, conclusions(here))
+        show_times(self.console, rounds, RECORDED, RECORDED_ON)
+        self.console.print(
+            "\nTwo engines keep the gaps short: none of them computes a prompt between two tokens of an answer. The "
+            "price: a prompt waits behind the prompts before it. On one machine the two share cores and memory, and "
+            "messages come on top of the total; in a larger system each has a device of its own."
+        )
 
     def show_overlap(self, batch: Mapping[str, Ask]) -> None:
         """Run these requests in overlapped steps; print the last launches and arrivals, and the time that was hidden.
@@ -238,25 +229,14 @@ class Tour(Stage):
         start, limits = len(self.records), replace(self.configs["scheduler_config"], enable_overlap=True)
         engine = self.engine(scheduler_config=limits, speculative_config=SpeculativeConfig())
         *_, _ = self.steps(engine, batch)
-        kinds = NormalOrder, StepLaunched, StepArrived
-        records = [record for record in self.records[start:] if isinstance(record.event, kinds)]
-        bullets(self.console, [f"step {record.step}: {record.event.explain()}" for record in records[-6:]])
-        arrived = [record.event for record in records if isinstance(record.event, StepArrived)]
+        bullets(self.console, self.sentences(lambda e: isinstance(e, NormalOrder | StepLaunched | StepArrived))[-6:])
+        arrived = [record.event for record in self.records[start:] if isinstance(record.event, StepArrived)]
         device, hidden = sum(e.device_ms for e in arrived), sum(max(e.device_ms - e.waited_ms, 0.0) for e in arrived)
         if arrived:
             self.console.print(
                 f"\n{some(len(arrived), 'step')}: the device computed for {device:.1f} ms, and the host did other work "
                 f"during {hidden:.1f} ms of that."
             )
-
-
-def refusal(engine: LLMEngine) -> str | None:
-    """Return the reason why a model takes no pictures; None if it does."""
-    try:
-        prompt_of(engine, SEEN[0].content)
-    except InvalidPromptError as error:
-        return str(error)
-    return None
 
 
 def options_for(engine: Any, options: Mapping[str, Any], prompt: Any) -> dict[str, Any]:
@@ -278,7 +258,7 @@ def cards(batch: Mapping[str, Ask], outputs: Outputs, console: Console) -> Group
     seen = [rid for rid, ask in batch.items() if ask.file]
     columns = min(console.width // max(len(seen), 1) - 2, MOST_COLUMNS)
     pictures = Table.grid(*(Column(width=columns) for _ in seen), padding=(0, 2, 0, 0))
-    pictures.add_row(*(shown(batch[rid].frames, batch[rid].caption, console, columns) for rid in seen))
+    pictures.add_row(*(batch[rid].drawn(console, columns) for rid in seen))
     pictures.add_row(*(card(rid, batch[rid], outputs) for rid in seen))
     return Group(pictures, *(card(rid, batch[rid], outputs) for rid in batch if rid not in seen))
 
@@ -289,20 +269,3 @@ def card(rid: str, ask: Ask, outputs: Outputs) -> Text:
     question = line if len(line) < 72 else f"{line[:28]} ... {line[-36:]}"
     answers = [" ".join(answer.text.split()) for answer in outputs[rid].outputs] if rid in outputs else []
     return Text.assemble((f"{rid}: {question}\n", "bold"), ("\n".join(answers), "green"), "\n")
-
-
-def conclusions(here: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """Yield the meaning of the times, of the recorded ones if this run was disturbed; then the price and the total."""
-    (two, wait, total), (one, wait_of_one, total_of_one) = here[TWO], here[ONE]
-    if one < 1.5 * two:
-        yield "This run was disturbed, or its engines have no core each: the recorded times show the rule."
-        two, one = RECORDED[TWO][0], RECORDED[ONE][0]
-    yield (
-        f"With one engine the longest gap of a stream is {one / two:.1f} times as long, because it computes prompts "
-        f"between two tokens of an answer. The price: with two engines a prompt waits {wait / wait_of_one:.1f} times "
-        f"as long for its first token, behind the prompts before it."
-    )
-    yield (
-        f"The total: {total:.2f} s with two engines, {total_of_one:.2f} s with one. On one machine they share cores "
-        f"and memory, and messages come on top; in a larger system each has a device of its own."
-    )

@@ -83,7 +83,8 @@ def work(args: argparse.Namespace, console: Console) -> None:
             flag = name.rpartition(".")[2].replace("_", "-")
             raise ConfigError(f"--{flag} has no effect: requests come from the router")
     args.chat = True  # no tour: memory and drafts are those of an engine, not of the demo
-    configs, keys = demo.configs_of(args), read_keys(getattr(args, KEYS))
+    configs, keys = demo.configs_of(args, console), read_keys(getattr(args, KEYS))
+    del configs["trace_config"]  # the router has the readers
     model = configs["model_config"]
     configs["model_config"] = model = replace(model, model=model.model or DEFAULT_MODEL)
     fields = {name.removesuffix("_config"): config for name, config in configs.items()}

@@ -17,21 +17,21 @@ PICTURE = PICTURES / "a_big_red_circle.png"
 HELP = [
     (
         "m1",
-        """prompt chat raw trace trace-file model device dtype max-model-len max-tokens temperature top-k top-p min-p
-        presence-penalty frequency-penalty repetition-penalty stop seed""",
+        """prompt chat trace trace-file model device dtype max-model-len threads max-tokens temperature top-k top-p
+        min-p presence-penalty frequency-penalty repetition-penalty stop seed""",
         "four requests on the checkpoint that ships",
     ),
     ("m2", "max-num-seqs max-num-batched-tokens num-prompts", "Number of requests in the comparison. Default: 24."),
     (
         "m3",
-        "n load-format attention-backend threads block-size num-blocks kv-cache-memory-bytes gpu-memory-utilization",
-        "Number of CPU threads. Default: 1",
+        "n load-format attention-backend kv-cache-memory-bytes gpu-memory-utilization",
+        "Exact number of blocks",
     ),
     (
         "m4",
         """cache eviction-policy cache-salt priority schedule-policy schedule-conservativeness page-size
         max-total-tokens""",
-        "Size of the KV memory in pages, in place of",
+        "Number of users in part 1 of the tour. Default: 5.",
     ),
     (
         "m5",
@@ -81,7 +81,7 @@ def test_every_flag_of_a_milestone_and_of_those_before_it_has_a_help(
     [
         *(("m1", flags) for flags in ("--nonsense", "--max-tokens many", "--trace loud", "--prompt a --chat", "stray")),
         ("m3", "--execution padded"),
-        *(("m4", flags) for flags in ("--preemption swap", "--schedule-policy foo", "--cache tree")),
+        *(("m4", flags) for flags in ("--preemption swap", "--num-blocks 9", "--schedule-policy foo", "--cache tree")),
     ],
 )
 def test_a_flag_or_choice_that_does_not_exist_is_refused_with_the_usage(
@@ -100,12 +100,6 @@ def test_a_prompt_is_answered_as_in_m1(milestone: str, capsys: pytest.CaptureFix
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("flags", ["--raw", "--raw --chat"])
-def test_raw_without_a_prompt_is_an_error(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo_of("m1").main(flags.split()) == 2
-    assert capsys.readouterr() == ("", "ConfigError: raw has no effect without a prompt\n")
-
-
 WRONG = [
     ("m1", "--max-tokens 0", "max_tokens=0"),
     ("m1", "--top-p 0", "top_p=0.0"),
@@ -116,7 +110,6 @@ WRONG = [
     ("m1", "--stop ", "stop="),
     ("m1 m2 m3 m4", "--trace-file /nowhere/at/all/trace.jsonl", "/nowhere/at/all/trace.jsonl"),
     ("m1 m4 m6", "--model /nowhere/at/all", "/nowhere/at/all does not exist"),
-    ("m1", "--prompt  --raw", "empty"),
     ("m2 m3 m4 m6", "--num-prompts 0", "num_prompts=0"),
     ("m2 m3 m4 m5 m6", "--max-num-batched-tokens 2", "max_num_batched_tokens=2 is less than max_num_seqs="),
     ("m2", "--max-num-batched-tokens 10", "max_num_batched_tokens is 10"),
@@ -124,16 +117,16 @@ WRONG = [
     ("m2", "--max-num-seqs 100000000", "max_num_seqs of at most"),
     ("m3 m4", "--n 0", "n=0"),
     ("m3 m4 m6", "--chat --n 2", "n=2"),
-    ("m3 m4", "--threads 0", "threads=0"),
+    ("m1 m3", "--threads 0", "threads=0"),
     ("m3", "--block-size 0", "block_size=0"),
-    ("m3 m4", "--num-blocks 9 --kv-cache-memory-bytes 9", "give one of them"),
+    ("m3", "--num-blocks 9 --kv-cache-memory-bytes 9", "give one of them"),
+    ("m4", "--max-total-tokens 9 --kv-cache-memory-bytes 9", "give one of them"),
     ("m3", "--kv-cache-memory-bytes 100000", "max_model_len of at most"),
     ("m3", "--num-blocks 1", "the whole KV memory has 1"),
     ("m4", "--page-size 0", "page_size=0"),
-    ("m4", "--num-blocks 0", "max_total_tokens=0"),
-    ("m4", "--num-blocks 9 --max-total-tokens 99", "give one of them"),
+    ("m4", "--max-total-tokens 0", "max_total_tokens=0"),
     ("m4", "--prompt a --kv-cache-memory-bytes 100000", "1,024 tokens, the least that is chosen without max_model_len"),
-    ("m4", "--prompt a --num-blocks 1", "the KV memory has room for 16"),
+    ("m4", "--prompt a --max-total-tokens 16", "the KV memory has room for 16"),
     ("m4", "--max-total-tokens 8", "max_total_tokens=8"),
     ("m4", "--cache hash --eviction-policy lfu", "eviction_policy='lfu'"),
     ("m4", "--eviction-policy x", "eviction_policy='x'"),
@@ -146,7 +139,6 @@ WRONG = [
     ("m5", "--no-chunked-prefill --chunked-prefill-size 8", "chunked_prefill_size has no effect"),
     ("m5", "--prompt x --speculative draft_model --draft-model /nowhere", "nowhere"),
     ("m6", f"--model {TEXT_MODEL} --image {PICTURE}", "takes texts only"),
-    ("m6", f"--raw --prompt x --image {PICTURE}", "raw"),
     ("m6", "--trace off --image /nowhere/at/all.gif", "No such file"),
     ("m6", "--trace off --video /nowhere/at/all.gif", "No such file"),
     ("m6", "--prompt x --video-fps 2", "video_fps=2.0 has no effect"),

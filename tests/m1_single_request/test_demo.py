@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from m1_single_request import EngineError, LLMEngine, SamplingParams, demo
-from m1_single_request.demo_tour import costs, show_answer, user_prompt
+from m1_single_request.demo_tour import costs, prompt_of, show_answer
 from m1_single_request.model_runner import ModelInputs, ModelRunner
 from m1_single_request.outputs import RequestMetrics
 from tests.m1_single_request.engines import MakeEngine, failing_runner, greedy, scripted
@@ -72,9 +72,12 @@ def test_a_model_without_a_chat_template_gets_the_text_alone(
 ) -> None:
     engine = make_engine()
     tokenizer = engine.engine_core.input_processor.tokenizer
-    assert user_prompt(engine, "one") == engine.chat_prompt([{"role": "user", "content": "one"}])
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    assert prompt_of(engine, "one") == engine.chat_prompt(messages[:1])
+    assert prompt_of(engine, "one", messages) == engine.chat_prompt([*messages, messages[0]])
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    assert user_prompt(engine, "one") == tokenizer.encode("one")
+    assert prompt_of(engine, "one") == tokenizer.encode("one")
+    assert prompt_of(engine, "one", messages) == tokenizer.encode("one\ntwo\none")
 
 
 def metrics(step: float, first: float = 0.004) -> RequestMetrics:

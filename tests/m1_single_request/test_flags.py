@@ -35,11 +35,11 @@ class Config(Base):
     """In `chunks`."""
 
 
-FLAGS = {"things": (Config, "size mode share words kinds chunked")}
+FLAGS = {"things": (Config, "size=--size,-s mode share words kinds chunked")}
 
 
 def parsed(*flags: str) -> argparse.Namespace:
-    parser = make_parser("m9_x.demo", "Title.\n\nText of\nthe `demo`.", FLAGS, {"size": ["--size", "-s"]})
+    parser = make_parser("m9_x.demo", "Title.\n\nText of\nthe `demo`.", FLAGS)
     return parser.parse_args(flags)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from m2_continuous_batching import (
     EngineError,
@@ -19,7 +20,7 @@ from m2_continuous_batching import (
     demo,
     demo_tour,
 )
-from m2_continuous_batching.demo_tour import LATE_AFTER, make_story, run_story, tour
+from m2_continuous_batching.demo_tour import FACTS, LATE_AFTER, make_story, prompt_of, run_story, tour
 from m2_continuous_batching.views.timeline import Timeline
 from tests.m2_continuous_batching.engines import MakeEngine, greedy, limits
 from tests.support.demos import events_of, words
@@ -65,7 +66,7 @@ def test_the_tour_draws_explains_and_compares(
         "max_num_seqs = 4 requests run already",
         "Static: 4 are submitted at a time",
         "tokens per second",
-        "places in all steps. Continuous batching gives a place to the next request",
+        "until the longest of its group has ended. Continuous batching gives it to the next request at once:",
         "token for token",
     ):
         assert part in words(out), part
@@ -93,7 +94,7 @@ def test_the_tour_fits_many_requests_and_a_short_context(
     assert demo.main([*SMALL, "--max-num-seqs", "150", "--execution", "per_request"]) == 0
     assert "with at most 150 new tokens" in words(capsys.readouterr().out), "never less than every request needs"
     assert demo.main([*SMALL, "--max-model-len", "64"]) == 0
-    assert "4 facts. What is the code of zebra?" in capsys.readouterr().out, "a shorter context holds fewer facts"
+    assert "The code of zebra is 4821." in capsys.readouterr().out, "a shorter context holds fewer facts"
 
 
 @pytest.mark.exhaustive
@@ -147,7 +148,7 @@ def test_a_live_timeline_is_drawn_after_every_step_and_whole_at_the_end(
     monkeypatch.setattr(demo_tour.time, "sleep", waits.append)
     engine = make_engine(**limits(4, 128))
     terminal = Console(file=io.StringIO(), force_terminal=True, width=60, height=40, _environ={"TERM": "xterm"})
-    tour(engine, greedy(6), terminal, num_prompts=1, is_live=True)
+    tour(engine, greedy(6), terminal, num_prompts=1)
     out = terminal.file.getvalue()  # type: ignore[attr-defined]
     assert waits == [demo_tour.PACE] * engine.stats().num_steps
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
@@ -159,17 +160,11 @@ def test_a_live_timeline_is_drawn_after_every_step_and_whole_at_the_end(
 def test_without_a_terminal_nothing_is_drawn_live(
     without_comparison: None, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wait(seconds: float) -> None:
-        raise AssertionError("no terminal shows this")
-
-    monkeypatch.setattr(demo_tour.time, "sleep", wait)
-    terminal: dict[str, Any] = {"force_terminal": True, "_environ": {"TERM": "xterm"}}
-    dumb: dict[str, Any] = {"force_terminal": True, "_environ": {"TERM": "dumb"}}
-    for options, is_live in (({}, True), (dumb, True), (terminal, False)):
-        engine = make_engine(**limits(4, 128))
-        console = Console(file=io.StringIO(), width=60, **options)
-        tour(engine, greedy(3), console, num_prompts=1, is_live=is_live)
-        assert "The fullest step" in console.file.getvalue()  # type: ignore[attr-defined]
+    monkeypatch.setattr(demo_tour.time, "sleep", lambda seconds: seconds and pytest.fail("no terminal needs the time"))
+    console = Console(file=io.StringIO(), width=60)
+    tour(make_engine(**limits(4, 128)), greedy(3), console, num_prompts=1)
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "The fullest step" in out and out.count("step   1") == 1
 
 
 @pytest.mark.parametrize(("max_tokens", "arrival"), [(20, LATE_AFTER), (3, 3)])
@@ -178,7 +173,7 @@ def test_the_late_questions_come_late_or_when_nothing_else_is_left(
 ) -> None:
     timeline = Timeline()
     engine = make_engine(**limits(8, 256), trace_config=TraceConfig(readers=(timeline,)))
-    outputs = run_story(engine, make_story(engine, greedy(max_tokens), 256), Console(), None)
+    outputs = run_story(engine, make_story(engine, greedy(max_tokens), 256), Console(), Text)
     assert [output.request_id for output in outputs] == [f"req-{i}" for i in range(8)]
     assert all(len(output.token_ids) == max_tokens for output in outputs)
     assert [lane.begin for lane in timeline.lanes.values()] == [0] * 3 + [arrival] * 5
@@ -186,9 +181,10 @@ def test_the_late_questions_come_late_or_when_nothing_else_is_left(
 
 @pytest.mark.parametrize("budget", [60, 90, 128])
 def test_the_long_prompt_is_as_long_as_the_budget_allows(budget: int, make_engine: MakeEngine) -> None:
-    story = make_story(make_engine(), greedy(2), budget)
-    longest = max(story, key=lambda question: len(question.token_ids))
-    assert "facts. " in longest.title and budget / 2 < len(longest.token_ids) <= budget
+    engine = make_engine()
+    longest = max(make_story(engine, greedy(2), budget), key=lambda question: len(question.token_ids))
+    whole = prompt_of(engine, f"{FACTS}{longest.text}")
+    assert longest.token_ids == whole[-budget:] and budget / 2 < len(longest.token_ids) <= budget
 
 
 def test_a_failed_question_is_an_error(make_engine: MakeEngine) -> None:
@@ -200,4 +196,4 @@ def test_a_failed_question_is_an_error(make_engine: MakeEngine) -> None:
 
     engine.engine_core.executor.worker.model_runner.execute_model_batch = broken
     with pytest.raises(EngineError, match="it broke"):
-        run_story(engine, story, Console(), None)
+        run_story(engine, story, Console(), Text)

@@ -3,16 +3,14 @@
 import io
 import re
 from dataclasses import replace
-from functools import partial
 from statistics import mean
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from m2_continuous_batching import EngineError, SamplingParams
-from m2_continuous_batching.demo_comparison import ROUNDS, Run, compare, fastest, make_workload, run, same_answers
-from m2_continuous_batching.demo_tour import conclusion
+from m2_continuous_batching import EngineError, SamplingParams, demo_tour
+from m2_continuous_batching.demo_tour import ROUNDS, Run, compare, conclusion, make_workload, run, same_answers
 from tests.m2_continuous_batching.engines import EXECUTIONS, MakeEngine, failing_runner, greedy, limits
 
 LENGTHS = (2, 9, 4, 4, 1, 6, 3)
@@ -27,7 +25,7 @@ def a_run(steps: int, seconds: float, *token_ids: tuple[int, ...]) -> Run:
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_a_group_lasts_as_long_as_its_longest_answer(execution: str, make_engine: MakeEngine) -> None:
     engine, console = make_engine(**limits(3, execution=execution)), Console(file=io.StringIO(), width=100)
-    runs = compare({str(size): partial(run, engine, WORKLOAD, size) for size in (1, 3, 7)}, console)
+    runs = compare(WORKLOAD, {str(size): (engine, size) for size in (1, 3, 7)}, console)
     file: Any = console.file
     steps = {"1": sum(LENGTHS), "3": max(2, 9, 4) + max(4, 1, 6) + 3, "7": 11}
     assert {name: len(each.stats) for name, each in runs.items()} == steps
@@ -46,9 +44,12 @@ def test_a_group_lasts_as_long_as_its_longest_answer(execution: str, make_engine
     assert first[0] < first[2] < first[1], "a short answer ends before the long one"
 
 
-def test_the_fastest_round_counts() -> None:
-    runs = iter([a_run(5, 2.0, (1,)), a_run(5, 1.0, (2,))])
-    assert fastest({"way": lambda: next(runs)})["way"].token_ids == [(2,)]
+def test_the_fastest_round_counts(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    slow, fast = (replace(a_run(1, own, (number,)), stats=[engine.stats()]) for number, own in ((1, 2.0), (2, 1.0)))
+    rounds = iter([slow, fast])
+    monkeypatch.setattr(demo_tour, "run", lambda *args: next(rounds))
+    assert compare(WORKLOAD, {"way": (engine, 1)}, Console(file=io.StringIO()))["way"].token_ids == [(2,)]
 
 
 def test_a_failed_request_ends_the_comparison(make_engine: MakeEngine) -> None:
@@ -85,12 +86,11 @@ def test_a_small_workload_keeps_its_limits(longest_prompt: int, max_tokens: int)
 
 def test_the_difference_is_put_in_words() -> None:
     static = a_run(7, 4.0, (1, 2), (3,), (1, 2, 3), (4,), (5, 6))  # groups of 2, the last one of one request
-    words = conclusion(static, a_run(5, 2.0, *static.token_ids), 2)
-    assert "the longest of its group has ended: 3 of 12 places" in words
+    words = conclusion(static, a_run(5, 2.0, *static.token_ids))
     assert "71% of the steps, 2.00 times the tokens per second." in words
-    disturbed = conclusion(static, a_run(5, 9.0, *static.token_ids), 2)
+    disturbed = conclusion(static, a_run(5, 9.0, *static.token_ids))
     assert "the tokens per second, because another program disturbed" in disturbed
-    assert conclusion(static, static, 2).startswith("Both take as many steps.")
+    assert conclusion(static, static).startswith("Both take as many steps.")
 
 
 def test_differing_answers_are_counted() -> None:

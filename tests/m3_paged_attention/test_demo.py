@@ -10,8 +10,7 @@ from rich.console import Console
 
 from m1_single_request.errors import EngineError
 from m2_continuous_batching import demo_tour as m2_demo_tour
-from m2_continuous_batching.demo_comparison import Run
-from m2_continuous_batching.demo_tour import LATE_AFTER
+from m2_continuous_batching.demo_tour import Run
 from m3_paged_attention import DEFAULT_MODEL, CacheConfig, SamplingParams, TraceConfig, demo, demo_tour
 from m3_paged_attention.demo_tour import conclusions, several, tour
 from tests.m3_paged_attention.engines import greedy
@@ -36,7 +35,7 @@ def test_the_tour_maps_explains_and_compares(
     out, err = capsys.readouterr()
     assert err == "" and "\x1b" not in out and max(map(len, out.splitlines())) <= 80
     for part in (
-        f"3 questions at the start, 5 more after step {LATE_AFTER}, with 3 answers to 'Hello world!'",
+        "The burst of m2's demo, with 3 answers to 'Hello world!'",
         "The KV memory is 36 blocks of 8 tokens",
         "For m2 this memory is 0.07 slots.",
         "A prompt is stored once for several answers (fork)",

@@ -12,14 +12,12 @@ from m1_single_request.output_events import Result
 from m1_single_request.trace_file import read_trace
 from m4_radix_cache import demo_tour as m4_tour
 from m5_chunked_prefill_spec import LLMEngine, SamplingParams, SpeculativeConfig, TraceConfig, demo, demo_tour
-from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
 from m5_chunked_prefill_spec.demo_tour import timeline
 from m5_chunked_prefill_spec.views.token_origins import Token, TokenOrigins, coloured, legend
 from tests.m5_chunked_prefill_spec.event_examples import VERIFIED
 from tests.support.demos import words
 
 ROOT = Path(__file__).parents[2]
-HAS_DRAFT = DEFAULT_DRAFT_MODEL.exists()
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +25,12 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A screen of 80 columns, and one round where there would be three."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(m4_tour, "ROUNDS", 1)
+
+
+@pytest.fixture
+def without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second part of the tour is left out."""
+    monkeypatch.setattr(demo_tour.Tour, "show_drafts", lambda *args: None)
 
 
 # --- the tour ---------------------------------------------------------------------------------------------------------
@@ -45,7 +49,7 @@ def test_the_tour_cuts_drafts_and_explains(tmp_path: Path, capsys: pytest.Captur
         "step 16: Mixed batch: 4 decodes + 30 tokens of 1 prompt = 34 of at most 64 tokens.",
         "req-4: The code of ocean is 7115.",
         "Longest gap of a stream: ",
-        "First token of the long prompt: after ",
+        "First token of a long prompt: ",
         "repeat, ngram: Seven[ boats cross under]",
         "recall, ngram: The[ code of]",
         "The answers are the same with drafts and without.",
@@ -53,19 +57,20 @@ def test_the_tour_cuts_drafts_and_explains(tmp_path: Path, capsys: pytest.Captur
         assert part in words(out), part
     assert len(re.findall(r"^(?:in pieces|whole) +[| ]+$", out, re.MULTILINE)) == 2
     rows = re.findall(r"(no drafts|ngram|draft_model) +(\d+) +(\d+) +(\d+) +[\d,]+ +x [\d.]+ +x [\d.]+", out)
-    assert len(rows) == (9 if HAS_DRAFT else 6)
+    assert len(rows) == 9
     assert all(int(accepted) <= int(drafts) < 2 * int(tokens) for _, tokens, drafts, accepted in rows)
     kinds = [record.event.kind for record in read_trace(trace, "m5_chunked_prefill_spec")]
-    assert kinds.count("engine_started") == 4 + HAS_DRAFT and {"chunk_cut", "batch", "verified"} <= set(kinds)
+    assert kinds.count("engine_started") == 5 and {"chunk_cut", "batch", "verified"} <= set(kinds)
 
 
-def test_the_first_part_has_the_steps_and_streams_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--speculative", "none", "--max-num-batched-tokens", "100", "--num-prompts", "2"]
-    assert demo.main(argv) == 0
+def test_the_first_part_has_the_steps_and_streams_of_the_flags(
+    without_drafts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(["--max-num-batched-tokens", "100", "--num-prompts", "2"]) == 0
     out = words(capsys.readouterr().out)
-    assert "2 answers being streamed" in out and "2. Two ways" not in out
+    assert "2 answers being streamed" in out
     pieces = re.findall(r"2 decodes \+ (\d+) tokens of 1 prompt", out)
-    assert list(map(int, pieces)) == [98, 98, 20] and "3 more steps like these" in out
+    assert list(map(int, pieces)) == [98, 98, 20] and "and 3 more" in out
 
 
 @pytest.mark.parametrize(
@@ -76,9 +81,9 @@ def test_the_first_part_has_the_steps_and_streams_of_the_flags(capsys: pytest.Ca
     ],
 )
 def test_the_description_of_the_first_part_follows_the_flags(
-    flags: str, expected: str, capsys: pytest.CaptureFixture[str]
+    flags: str, expected: str, without_drafts: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main(["--speculative", "none", *flags.split()]) == 0
+    assert demo.main(flags.split()) == 0
     assert expected in words(capsys.readouterr().out)
 
 
@@ -88,8 +93,8 @@ def test_the_recorded_numbers_are_those_of_the_benchmark() -> None:
     for name, row_name in (("in pieces", "decode_first, 64 tokens"), ("whole", "prefill_first, whole prompts")):
         found = re.search(row.format(row_name), table)
         assert found is not None
-        assert float(found[1]) == pytest.approx(demo_tour.RECORDED_GAPS[name] * 1e3)
-        assert float(found[2]) == pytest.approx(demo_tour.RECORDED_WAITS[name] * 1e3)
+        for place, kind in enumerate(("gap", "wait"), 1):
+            assert float(found[place]) == pytest.approx(demo_tour.RECORDED_TIMES[kind][name] * 1e3)
     one = table.partition("start:speculation_1]")[2].partition("end:speculation_1")[0]
     for kind, methods in demo_tour.RECORDED_SPEEDS.items():
         for method, speed in methods.items():
@@ -129,17 +134,23 @@ def test_the_flags_of_a_step_change_no_answer(argv: list[str], capsys: pytest.Ca
     assert "Prefill is the first phase of generation" in words(capsys.readouterr().out)
 
 
-def sources(flags: str) -> dict[str, Any]:
-    args = demo.m1.make_parser("m5", demo.__doc__, demo.FLAGS, demo.SPELLED).parse_args(flags.split())
-    return demo.speculative_configs(args)
-
-
-def test_a_tour_drafts_in_all_ways_for_which_there_is_a_model_and_a_prompt_as_requested() -> None:
-    assert list(sources("")) == ["ngram", "draft_model"][: 1 + HAS_DRAFT]
-    assert list(sources("--model other")) == ["ngram"] and sources("--speculative none") == {}
-    assert sources("--model other --draft-model small")["draft_model"].model == "small"
-    assert sources("--prompt a") == {} and list(sources("--prompt a --speculative ngram")) == ["ngram"]
-    assert all(own.num_speculative_tokens == 2 for own in sources("--num-speculative-tokens 2").values())
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", [{"method": "ngram"}, {"method": "draft_model"}]),
+        ("--model other", [{"method": "ngram"}]),
+        ("--speculative ngram", [{"method": "ngram"}]),
+        ("--model a --speculative draft_model --draft-model b", [{"method": "draft_model", "model": "b"}]),
+        ("--prompt a", [{}]),
+        ("--prompt a --speculative ngram", [{"method": "ngram"}]),
+        ("--model a --num-speculative-tokens 2", [{"method": "ngram", "num_speculative_tokens": 2}]),
+    ],
+)
+def test_a_tour_drafts_in_all_ways_for_which_there_is_a_model_and_a_prompt_as_requested(
+    flags: str, expected: list[Any]
+) -> None:
+    args = demo.m1.make_parser("m5", demo.__doc__, demo.FLAGS).parse_args(flags.split())
+    assert demo.speculative_configs(args) == [SpeculativeConfig(**fields) for fields in expected]
 
 
 # --- the view of origins ----------------------------------------------------------------------------------------------
