@@ -169,7 +169,7 @@ class Conversation:
         shown = ""
         self.console.print("model  > ", end="")
         try:
-            for output in self.stream(self.engine.chat_prompt([*self.history, question])):
+            for output in self.stream(prompt_of(self.engine, question["content"], self.history)):
                 self.console.print(checked(output).text[len(shown) :], end="", markup=False, soft_wrap=True)
                 shown = output.text
         except KeyboardInterrupt:

@@ -128,9 +128,8 @@ class Tour(Stage):
                 time.sleep(PACE if self.console.is_terminal else 0)
         stats: Any = engine.stats()
         made = f"{some(stats.num_encoded_tokens, 'token')} of {some(stats.num_encoded_items, 'item')}"
-        tower = f"; the vision tower made {made} in {stats.encoder_seconds * 1e3:.1f} ms"
-        texts = f"\nThe prompts have {some(stats.num_prompt_tokens, 'token')} in all"
-        self.console.print(f"{texts}{tower if stats.num_encoded_items else ''}.")
+        tower = f"the vision tower made {made} in {stats.encoder_seconds * 1e3:.1f} ms"
+        self.console.print(f"\nThe prompts have {some(stats.num_prompt_tokens, 'token')} in all; {tower}.")
         return outputs
 
     def show_positions(self, view: PositionsView) -> None:
@@ -197,15 +196,14 @@ class Tour(Stage):
     def show_gaps(self, engines: Mapping[str, LLMEngine]) -> None:
         """Measure the engines in turn, without a trace; print the gaps of the streams, and the price.
 
-        Answers are streamed, and long prompts arrive. One engine must compute them between the tokens of the streams;
-        of two, the one that decodes never computes a prompt.
+        {streams} streams of {length} tokens, and a prompt of {prompt:,} tokens whenever each has {every} more. One
+        engine must compute the prompts between the tokens of the streams; of two, the one that decodes never computes a
+        prompt. The two sides take turns; that takes some seconds.
         """
-        open_part(self.console, "5. The longest gap of a stream, with one engine and with two", self.show_gaps)
         length, rng = min(PROMPT_TOKENS, engines[ONE].stats().max_model_len // 2), Random(0)
-        self.console.print(
-            f"{NUM_STREAMS} streams of {STREAM_TOKENS} tokens, and a prompt of {length:,} tokens whenever each has "
-            f"{EVERY} more. The two sides take turns; that takes some seconds ...\n"
-        )
+        numbers = {"streams": NUM_STREAMS, "length": STREAM_TOKENS, "prompt": length, "every": EVERY}
+        title = "5. The longest gap of a stream, with one engine and with two"
+        open_part(self.console, title, self.show_gaps, **numbers)
         params = SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True)
         tokens = partial(rng.choices, range(256, 4000))
         streams = [(tokens(k=64), params) for _ in range(NUM_STREAMS)]

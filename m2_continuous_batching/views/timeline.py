@@ -74,8 +74,8 @@ class Timeline(TraceReader):
         lines = []
         for begin in [max(0, len(self.steps) - room)] if latest else range(0, len(self.steps), room):
             columns = range(begin, min(begin + room, len(self.steps)))
-            numbers = (f"{self.steps[column]:<{RULER}}" for column in columns[::RULER])
-            lines.append(Text("step".ljust(labels) + "".join(numbers), style="dim"))
+            numbers = "".join(f"{self.steps[column]:<{RULER}}" for column in columns[::RULER])
+            lines.append(Text("step".ljust(labels) + numbers.rstrip(), style="dim"))
             for rid, lane in self.lanes.items():
                 states = lane.states[max(0, begin - lane.begin) : max(0, columns.stop - lane.begin)]
                 if states or latest:
