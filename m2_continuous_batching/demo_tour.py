@@ -179,7 +179,8 @@ def show_comparison(engine: LLMEngine, workload: Workload, console: Console) -> 
     numbers = {"count": len(workload), "least": min(lengths), "most": max(lengths), "group": group}
     open_part(console, "2. Static batching against continuous batching", show_comparison, **numbers)
     runs = compare(workload, {"static": (engine, group), "continuous": (engine, len(workload))}, console)
-    bullets(console, [conclusion(runs["static"], runs["continuous"]), same_answers(runs)])
+    static, continuous = runs.values()
+    bullets(console, [conclusion(static, continuous), same_answers(static.token_ids, continuous.token_ids)])
 
 
 def conclusion(static: Run, continuous: Run) -> str:
@@ -249,10 +250,10 @@ def compare(workload: Workload, sides: Mapping[str, tuple[LLMEngine, int]], cons
     return runs
 
 
-def same_answers(runs: dict[str, Run]) -> str:
-    """Return the number of requests whose answer is not the same in all runs, in a sentence."""
-    answers = list(zip(*(run.token_ids for run in runs.values()), strict=True))
-    differing = sum(len(set(each)) > 1 for each in answers)
+def same_answers(*runs: Sequence[Any]) -> str:
+    """Return the number of requests whose answers, which these runs list in one order, differ, in a sentence."""
+    answers = list(zip(*runs, strict=True))
+    differing = sum(any(each != first for each in others) for first, *others in answers)
     if differing:
         return f"{differing} of {some(len(answers), 'answer')} differ: other batches round differently."
-    return f"The answers are the same both ways, token for token, all {len(answers)} of them."
+    return f"The answers are the same, token for token, all {len(answers)} of them."

@@ -134,8 +134,8 @@ def show_comparison(engine: LLMEngine, sized: KVSized, workload: Workload, conso
     config = FileModelConfig(model=model.model, device=model.device, dtype=model.dtype, max_model_len=num_tokens)
     with SlotEngine(model_config=config, scheduler_config=SlotSchedulerConfig(max_num_seqs=num_slots)) as m2:
         sides = {"m2": (m2, len(workload)), "m3": (engine, len(workload))}
-        runs = m2_tour.compare(workload, sides, console)
-    bullets(console, [*conclusions(runs["m2"], runs["m3"]), m2_tour.same_answers(runs)])
+        slots, blocks = m2_tour.compare(workload, sides, console).values()
+    bullets(console, [*conclusions(slots, blocks), m2_tour.same_answers(slots.token_ids, blocks.token_ids)])
 
 
 def conclusions(m2: Run, m3: Run) -> list[str]:

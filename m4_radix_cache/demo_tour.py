@@ -21,7 +21,7 @@ from m1_single_request.events import Event, RequestAdded, some
 from m1_single_request.input_processor import Message
 from m1_single_request.trace_readers import Records, readers_of
 from m1_single_request.tracer import TraceReader
-from m2_continuous_batching.demo_tour import in_turn, open_part
+from m2_continuous_batching.demo_tour import in_turn, open_part, same_answers
 from m3_paged_attention.demo_tour import several, with_room
 from m4_radix_cache import LLMEngine, RequestOutput, SamplingParams, TraceConfig
 from m4_radix_cache.events import Admit, Audit, Matched, PolicyOrder, Retract
@@ -180,9 +180,8 @@ class Tour(Stage):
         salts = {"with shared KV": [], "without": [f"user {index}" for index in range(len(prompts))]}
         rounds = self.measured(salts, run)
         times = {name: [seconds for seconds, _ in own] for name, own in rounds.items()}
-        is_same = len({tuple(texts) for own in rounds.values() for _, texts in own}) == 1
         first = beside_recorded(times, RECORDED, f"with 32 users on {RECORDED_ON}")
-        answers = f"The answers {'are the same' if is_same else 'differ'} with shared KV and without."
+        answers = same_answers(*(texts for own in rounds.values() for _, texts in own))
         bullets(self.console, [f"The first token comes, on average, after {first}", answers])
 
     def show_little_memory(self, engine: Any) -> None:

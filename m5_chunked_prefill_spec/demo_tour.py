@@ -19,7 +19,7 @@ from rich.text import Text
 from m1_single_request.demo_tour import bullets, checked, prompt_of
 from m1_single_request.events import some
 from m1_single_request.trace_readers import at_most
-from m2_continuous_batching.demo_tour import open_part
+from m2_continuous_batching.demo_tour import open_part, same_answers
 from m3_paged_attention.demo_tour import with_room
 from m4_radix_cache.demo_tour import NOUNS, TERMS, Stage, beside_recorded, codes
 from m5_chunked_prefill_spec import LLMEngine, RequestOutput, SamplingParams, SchedulerConfig, SpeculativeConfig
@@ -138,8 +138,8 @@ class Tour(Stage):
         rounds = {kind: self.measured(engines, partial(self.seconds, prompt)) for kind, prompt in prompts.items()}
         self.console.print()
         self.console.print(speed_table(outputs, rounds))
-        is_same = all(output.text == outputs[kind, NO_DRAFTS].text for (kind, _), output in outputs.items())
-        self.console.print(f"\nThe answers {'are the same' if is_same else 'differ'} with drafts and without.")
+        self.console.print()
+        self.console.print(same_answers(*([outputs[kind, name].token_ids for kind in QUESTIONS] for name in drafts)))
 
     def seconds(self, prompt: list[int], engine: LLMEngine) -> float:
         """Return the time of one answer."""

@@ -22,7 +22,7 @@ from rich.text import Text
 from m1_single_request.demo_tour import QUESTION, bullets, checked, prompt_of
 from m1_single_request.errors import InvalidPromptError
 from m1_single_request.events import some
-from m2_continuous_batching.demo_tour import PACE, open_part
+from m2_continuous_batching.demo_tour import PACE, open_part, same_answers
 from m3_paged_attention.demo_tour import several
 from m4_radix_cache.demo_tour import NOUNS, Stage, codes
 from m5_chunked_prefill_spec.demo_tour import TEXT, run_streams, show_times
@@ -189,8 +189,8 @@ class Tour(Stage):
             engine: LLMEngine = self.engine(disaggregation_config=group, parts=None)
             *_, together = self.steps(engine, batch)
         replay(self.records[start:], self.console)
-        same = sum(alone[rid].outputs == together[rid].outputs for rid in batch)
-        self.console.print(f"\n{same} of {len(batch)} requests have the same tokens as from one engine, in part 1.")
+        same = same_answers([alone[rid].outputs for rid in batch], [together[rid].outputs for rid in batch])
+        self.console.print(f"\nCompared with one engine, in part 1: {same}")
         return engine
 
     def show_gaps(self, engines: Mapping[str, LLMEngine]) -> None:

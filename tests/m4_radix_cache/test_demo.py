@@ -57,7 +57,7 @@ def test_the_tour_shares_converses_evicts_and_explains(
         "The code of lamp is 9575. 584 prompt tokens: 560 reused, 24 computed",
         "The code of zebra is 4821. 616 prompt tokens: 592 reused, 24 computed",
         "The first token comes, on average, after",
-        "The answers are the same with shared KV and without.",
+        "The answers are the same, token for token, all 5 of them.",
         "the KV memory has room for 400",
         "is retracted: the next tokens need",
         "of all are its own output from before it was retracted",

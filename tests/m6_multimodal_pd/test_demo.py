@@ -99,7 +99,7 @@ def test_the_tour_has_six_parts_on_a_pipe(tour: Printed) -> None:
         "3. The same picture again",
         "4. Prefill in one engine, decode in another",
         "2 engines load the model and join",
-        "7 of 7 requests have the same tokens as from one engine",
+        "Compared with one engine, in part 1: The answers are the same, token for token, all 7 of them.",
         "5. The longest gap of a stream, with one engine and with two",
         "Longest gap of a stream: ",
         "Total: ",
