@@ -110,7 +110,9 @@ def configs_of(args: argparse.Namespace, console: Console, **classes: type) -> d
     """Return the configurations of the flags, with the trace, as keywords of an engine; set its number of threads."""
     level = args.trace or ("off" if args.prompt is None else "verbose")
     readers = () if level == "off" else (ConsoleReader(verbose=level == "verbose", console=console),)
-    configs = {f"{name}_config": config_of(args, config_class) for name, config_class in classes.items()}
+    configs: dict[str, Any] = {
+        f"{name}_config": config_of(args, config_class) for name, config_class in classes.items()
+    }
     threads = config_of(args, DemoConfig).threads or (1 if configs["model_config"].model is None else None)
     if threads is not None:
         torch.set_num_threads(threads)

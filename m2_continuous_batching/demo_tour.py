@@ -31,7 +31,7 @@ from m2_continuous_batching.views.timeline import Timeline
 
 FIRST = ("What is the capital of France?", "Hello world!", "Explain quantum computing briefly.")
 NOUNS = ("kite", "goat", "candle", "eagle", "lamp", "otter", "zebra")
-FACTS = "".join(f"The code of {noun} is {1635 + 531 * i:04}. " for i, noun in enumerate(NOUNS))
+FACTS = [f"The code of {noun} is {1635 + 531 * i:04}. " for i, noun in enumerate(NOUNS)]
 RECALL = "What is the code of zebra?"
 LATE = ("What is a KV cache?", "What is padding waste?", "Thank you!", RECALL, "What is prefill?")
 LATE_AFTER = 4  # steps
@@ -78,7 +78,7 @@ def tour(engine: LLMEngine, params: SamplingParams, console: Console, *, num_pro
     show_answers(console, story, outputs)
     bullets(console, facts(timeline, records, engine.stats()))
     longest = limits.max_num_batched_tokens // limits.max_num_seqs
-    workload = make_workload(num_prompts, prompt_of(engine, FACTS), params, longest_prompt=longest)
+    workload = make_workload(num_prompts, prompt_of(engine, "".join(FACTS)), params, longest_prompt=longest)
     show_comparison(engine, workload, console)
 
 
@@ -91,12 +91,13 @@ def open_part(console: Console, title: str, part: Any, **numbers: object) -> Non
 
 
 def make_story(engine: LLMEngine, params: SamplingParams, budget: int) -> list[Question]:
-    """Return the questions as prompts of this model. One has facts before it, the last that `budget` tokens hold."""
+    """Return the questions as prompts of this model. One has as many facts before it as `budget` tokens allow."""
     limit = min(budget, engine.stats().max_model_len - 1)
 
     def question(text: str, arrival: int) -> Question:
-        prompt = prompt_of(engine, f"{FACTS}{text}" if text == RECALL else text)
-        return Question(text, prompt[-limit:], params, arrival)
+        facts = [FACTS[first:] for first in range(len(FACTS))] if text == RECALL else [[]]
+        prompts = [prompt_of(engine, "".join([*each, text])) for each in facts]
+        return Question(text, next((each for each in prompts if len(each) <= limit), prompts[-1]), params, arrival)
 
     return [*(question(text, 0) for text in FIRST), *(question(text, LATE_AFTER) for text in LATE)]
 

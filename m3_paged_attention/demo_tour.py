@@ -66,7 +66,7 @@ def tour(configs: dict[str, Any], params: SamplingParams, console: Console, *, n
             console.print(Text(title, style="bold"), draw(frame, console.width), Text(""), sep="\n")
         m2_tour.show_answers(console, story, outputs)
         bullets(console, facts(block_map.frames, sized))
-        text = prompt_of(engine, m2_tour.FACTS)
+        text = prompt_of(engine, "".join(m2_tour.FACTS))
         workload = m2_tour.make_workload(num_prompts, text, single, longest_prompt=longest)
         show_comparison(engine, sized, workload, console)
 

@@ -87,16 +87,15 @@ class Tour(Stage):
         """Run the parts that one engine shows, then those that this group of engines shows."""
         with self.stack:
             self.readers.append(positions := PositionsView())
-            engine, seen = self.engine(), SEEN
+            engine, asks = self.engine(), [READ[number % len(READ)] for number in range(num_texts)]
             try:
                 prompt_of(engine, SEEN[0].content)
+                asks = [*SEEN, *asks]
             except InvalidPromptError as error:
                 self.console.print(Text(f"Pictures, with parts 2 and 3, are left out: {error}.", style="yellow"))
-                seen = ()
-            asks = [*seen, *(READ[number % len(READ)] for number in range(num_texts))]
             batch = {f"req-{number}": ask for number, ask in enumerate(asks)}
             alone = self.show_batch(engine, batch)
-            if seen:
+            if len(asks) > num_texts:
                 self.show_positions(positions)
                 self.show_again(engine, alone["req-1"].text)
             if group is not None:
