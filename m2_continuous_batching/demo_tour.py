@@ -97,7 +97,8 @@ def make_story(engine: LLMEngine, params: SamplingParams, budget: int) -> list[Q
     def question(text: str, arrival: int) -> Question:
         facts = [FACTS[first:] for first in range(len(FACTS))] if text == RECALL else [[]]
         prompts = [prompt_of(engine, "".join([*each, text])) for each in facts]
-        return Question(text, next((each for each in prompts if len(each) <= limit), prompts[-1]), params, arrival)
+        prompt = next((each for each in prompts if len(each) <= limit), prompts[-1])
+        return Question(f"Facts, and: {text}" if text == RECALL else text, prompt, params, arrival)
 
     return [*(question(text, 0) for text in FIRST), *(question(text, LATE_AFTER) for text in LATE)]
 

@@ -30,7 +30,7 @@ ROOM = 8192  # tokens of KV memory
 TOUR_BUDGET = 64  # tokens of a step: few, so that the long prompt has many pieces
 BEFORE, STREAMED = 6, 48  # tokens of each stream, before the long prompt arrives and in all
 WIDTH = 60  # columns of a timeline
-TITLES = {"gap": "Longest gap of a stream", "wait": "First token of a long prompt", "total": "Total"}
+TITLES = {"gap": "longest gap", "wait": "first token of a prompt", "total": "total"}
 RECORDED_ON = "with 8 streams and prompts of 1,000 tokens on 2 cores of an AMD EPYC"
 RECORDED_TIMES = {"gap": {"in pieces": 0.0068, "whole": 0.0636}, "wait": {"in pieces": 0.315, "whole": 0.057}}
 """Seconds. These and `RECORDED_SPEEDS` are from `benchmarks/results/m5_chunked_prefill_spec.md`."""
@@ -174,16 +174,20 @@ def run_streams(
 def show_times(
     console: Console, rounds: Mapping[str, Sequence[Run]], recorded: Mapping[str, Mapping[str, float]], source: str
 ) -> None:
-    """Print the first stream of the last round of two engines, then their times beside recorded ones."""
+    """Print the first stream of the last round of two engines; then their times, medians, beside recorded ones."""
     console.print("[bold]The first stream, from the arrival of a long prompt on: a mark for each token")
-    runs, table = {name: own[-1] for name, own in rounds.items()}, Table.grid(padding=(0, 2, 0, 0))
+    runs, lines = {name: own[-1] for name, own in rounds.items()}, Table.grid(padding=(0, 2, 0, 0))
     end = min(max(run.stream[-1] for run in runs.values()), 12 * max(run.gap for run in runs.values()))
     for name, run in runs.items():
-        table.add_row(name, timeline(run.stream, end))
-    console.print(table)
-    for kind, own in recorded.items():
-        here = {name: [getattr(run, kind) for run in rounds[name]] for name in rounds}
-        bullets(console, [f"{TITLES[kind]}: {beside_recorded(here, own, source)}"])
+        lines.add_row(name, timeline(run.stream, end))
+    table = Table("", *(TITLES[kind] for kind in recorded), box=None, padding=(0, 2, 0, 0))
+    here = {name: [median(getattr(run, kind) for run in own) for kind in recorded] for name, own in rounds.items()}
+    past = {f"{name}, recorded": [seconds[name] for seconds in recorded.values()] for name in rounds}
+    for name, times in (here | past).items():
+        table.add_row(name, *(f"{seconds * 1e3:,.1f} ms" for seconds in times))
+    console.print(lines, Text(), table, Text(), sep="\n")
+    gaps = {name: [run.gap for run in own] for name, own in rounds.items()}
+    bullets(console, [f"Longest gap of a stream: {beside_recorded(gaps, recorded['gap'], source)}"])
 
 
 def timeline(times: Sequence[float], end: float) -> str:

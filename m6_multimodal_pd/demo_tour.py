@@ -40,7 +40,7 @@ Outputs = dict[str, RequestOutput]
 """By request id."""
 NUM_STREAMS, STREAM_TOKENS, EVERY, PROMPT_TOKENS = 4, 180, 12, 1000
 """A prompt arrives whenever the streams, on average, have EVERY tokens more."""
-TWO, ONE = "two engines", "one engine"
+TWO, ONE = "with two engines", "with one engine"
 RECORDED = {"gap": {TWO: 0.00595, ONE: 0.01747}, "wait": {TWO: 0.766, ONE: 0.1175}, "total": {TWO: 1.64, ONE: 1.77}}
 RECORDED_ON = "with tiny-qwen3 on 2 cores of an AMD EPYC"
 """Seconds, from `benchmarks/results/m6_pd.json`, and the machine."""
@@ -210,11 +210,12 @@ class Tour(Stage):
         run = partial(run_streams, streams=streams, late=late, every=EVERY, options={"speculate": False})
         rounds = self.measured(engines, run)
         show_times(self.console, rounds, RECORDED, RECORDED_ON)
-        self.console.print(
-            "\nTwo engines keep the gaps short: none of them computes a prompt between two tokens of an answer. The "
-            "price: a prompt waits behind the prompts before it. On one machine the two share cores and memory, and "
-            "messages come on top of the total; in a larger system each has a device of its own."
+        price = "The price: with two engines a prompt waits behind the prompts before it."
+        total = (
+            "The total: on one machine the two share cores and memory, and messages come on top; in a larger system "
+            "each has a device of its own."
         )
+        bullets(self.console, [price, total])
 
     def show_overlap(self, batch: Mapping[str, Ask]) -> None:
         """Run these requests in overlapped steps; print the last launches and arrivals, and the time that was hidden.

@@ -49,7 +49,7 @@ def test_the_tour_cuts_drafts_and_explains(tmp_path: Path, capsys: pytest.Captur
         "step 16: Mixed batch: 4 decodes + 30 tokens of 1 prompt = 34 of at most 64 tokens.",
         "req-4: The code of ocean is 7115.",
         "Longest gap of a stream: ",
-        "First token of a long prompt: ",
+        "first token of a prompt",
         "repeat, ngram: Seven[ boats cross under]",
         "recall, ngram: The[ code of]",
         "The answers are the same, token for token, all 3 of them.",
