@@ -8,7 +8,7 @@ part; the others have plenty.
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
-    demo, params, options = config_of(args, DemoConfig), m3.answer_params(args), asdict(config_of(args, RequestConfig))
+    demo, params, options = config_of(args, DemoConfig), m3.answer_params(args), request_options(args)
     configs = m1.configs_of(args, console, model=ModelConfig, scheduler=SchedulerConfig, cache=CacheConfig)
     if m1.is_tour(args):
         limits = config_of(args, SchedulerConfig, schedule_conservativeness=CONSERVATIVENESS)
@@ -65,6 +65,12 @@ def run(args: argparse.Namespace, console: Console) -> None:
         return
     with LLMEngine(**configs) as engine:
         Conversation(engine, params, console, options).run(args)
+
+
+def request_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of every request."""
+    config = config_of(args, RequestConfig)
+    return {"priority": config.priority, "cache_salt": config.cache_salt}
 
 
 class Conversation(m1.Conversation):

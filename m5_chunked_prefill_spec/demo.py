@@ -7,7 +7,7 @@ origin, the steps that are saved, and the speed.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
     demo, params, drafts = config_of(args, DemoConfig), m3.answer_params(args), speculative_configs(args)
     configs = m1.configs_of(args, console, model=ModelConfig, scheduler=SchedulerConfig, cache=CacheConfig)
-    options, limits = asdict(config_of(args, m4.RequestConfig)), configs["scheduler_config"]
+    options, limits = m4.request_options(args), configs["scheduler_config"]
     if m1.is_tour(args):
         if limits.max_num_batched_tokens is None and limits.enable_chunked_prefill:
             limits = replace(limits, max_num_batched_tokens=max(TOUR_BUDGET, limits.max_num_seqs))

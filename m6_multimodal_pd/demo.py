@@ -10,7 +10,7 @@ engine loads the model.
 import argparse
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.console import Console
 
 from m1_single_request import demo as m1
 from m1_single_request.errors import ConfigError, EngineError
+from m1_single_request.events import some
 from m1_single_request.field_rules import PositiveInt
 from m1_single_request.flags import config_of, given
 from m1_single_request.input_processor import Message
@@ -27,8 +28,9 @@ from m4_radix_cache import demo as m4
 from m5_chunked_prefill_spec import demo as m5
 from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams
 from m6_multimodal_pd.config import MultimodalConfig, SchedulerConfig
-from m6_multimodal_pd.demo_terminal import frames_of, shown
+from m6_multimodal_pd.demo_terminal import loaded, shown
 from m6_multimodal_pd.demo_tour import MOST_COLUMNS, Tour, options_for, starting
+from m6_multimodal_pd.multimodal.decode_video import Frames
 
 ROOM = 32_768
 """Tokens of KV memory in the tour."""
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         raise ConfigError(f"video_fps={user.video_fps} has no effect without a video")
     if m1.is_tour(args) and (user.image or user.video):
         args.prompt = "What happens in the clip?" if user.video else "Describe the picture."
-    configs, group, options = configs_of(args, console), group_of(args), asdict(config_of(args, m4.RequestConfig))
+    configs, group, options = configs_of(args, console), group_of(args), m4.request_options(args)
     if m1.is_tour(args):
         Tour(configs, params, options, console).run(demo.num_prompts, group)
         return
@@ -143,10 +145,12 @@ class Conversation(m4.Conversation):
         """Print a picture or a clip, and keep it for the next question. Raises `InvalidRequestError`."""
         fps = {} if self.video_fps is None or kind == "image" else {"video_fps": self.video_fps}
         part, name = {"type": kind, kind: path, **fps}, f"{kind} {path}"
-        frames = frames_of(part, self.engine.config.multimodal, name)
+        media = loaded(part, self.engine.config.multimodal, name)
         self.engine.chat_prompt([{"role": "user", "content": [part]}])  # a picture that it cannot take may not wait
-        caption = f"{name}: {frames.shape[2]} x {frames.shape[1]} pixels"
-        self.console.print(shown(frames, caption, self.console, MOST_COLUMNS))
+        caption = f"{name}: {media.pixels.shape[-2]} x {media.pixels.shape[-3]} pixels"
+        if isinstance(media, Frames):
+            caption += f", {some(media.total, 'frame')}"
+        self.console.print(shown(media, caption, self.console, MOST_COLUMNS))
         self.waiting.append(part)
 
     def message(self, text: str) -> Message:

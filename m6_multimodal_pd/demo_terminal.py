@@ -15,27 +15,26 @@ from rich.style import Style
 from rich.text import Text
 
 from m6_multimodal_pd.config import MultimodalConfig
-from m6_multimodal_pd.multimodal.decode_video import FrameSampling
+from m6_multimodal_pd.multimodal.decode_image import Picture
+from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling
 from m6_multimodal_pd.multimodal.media_reader import MediaLoader
 
 HALF = "▀"
 
 
-def frames_of(part: Mapping[str, Any], config: MultimodalConfig, name: str) -> np.ndarray:
-    """Return the pixels of a part of a message, uint8 `[num_frames, height, width, 3]`. `name`: in errors."""
-    pixels = MediaLoader(config, FrameSampling()).load(part, name).pixels
-    return pixels.reshape(-1, *pixels.shape[-3:])
+def loaded(part: Mapping[str, Any], config: MultimodalConfig, name: str) -> Picture | Frames:
+    """Return the picture or the clip of a part of a message. `name`: in errors."""
+    return MediaLoader(config, FrameSampling()).load(part, name)
 
 
-def shown(frames: np.ndarray, caption: str, console: Console, columns: int) -> Text:
+def shown(media: Picture | Frames, caption: str, console: Console, columns: int) -> Text:
     """Return a picture, or some frames of a clip, in at most `columns` x `columns / 2` characters.
 
-    `frames`: uint8 `[num_frames, height, width, 3]`. On a console without colours or without the character HALF: the
-    caption.
+    On a console without colours, or without the character HALF: the caption.
     """
     if console.color_system is None or console.no_color or not console.encoding.startswith("utf"):
         return Text(f"[{caption}]", style="dim")
-    return half_blocks(frames[0] if len(frames) == 1 else contact_sheet(frames), columns)
+    return half_blocks(contact_sheet(media.pixels) if isinstance(media, Frames) else media.pixels, columns)
 
 
 def half_blocks(pixels: np.ndarray, columns: int) -> Text:

@@ -28,7 +28,7 @@ from m4_radix_cache.demo_tour import NOUNS, Stage, codes
 from m5_chunked_prefill_spec.demo_tour import TEXT, run_streams, show_times
 from m6_multimodal_pd import DisaggregationConfig, LLMEngine, RequestOutput, SamplingParams, SpeculativeConfig
 from m6_multimodal_pd.config import MultimodalConfig
-from m6_multimodal_pd.demo_terminal import frames_of, shown
+from m6_multimodal_pd.demo_terminal import loaded, shown
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
 from m6_multimodal_pd.views.positions import KEY, PositionsView
 from m6_multimodal_pd.views.two_engines import replay
@@ -62,8 +62,8 @@ class Ask:
 
     def drawn(self, console: Console, columns: int) -> Text:
         """Return the picture or the clip in this width; where it cannot be drawn, the name of the file as a text."""
-        frames = frames_of(self.content[0], MultimodalConfig(), self.file)
-        return shown(frames, self.file.partition(".")[0].replace("_", " "), console, columns)
+        media = loaded(self.content[0], MultimodalConfig(), self.file)
+        return shown(media, self.file.partition(".")[0].replace("_", " "), console, columns)
 
 
 SEEN = (

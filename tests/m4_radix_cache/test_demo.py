@@ -166,7 +166,7 @@ def test_the_flags_reach_the_engine() -> None:
     args = parsed("--cache radix --eviction-policy slru --schedule-policy dfs-weight --max-num-seqs 3 --priority -3")
     assert config_of(args, CacheConfig) == CacheConfig(prefix_cache="radix", eviction_policy="slru")
     assert config_of(args, SchedulerConfig) == SchedulerConfig(max_num_seqs=3, schedule_policy="dfs-weight")
-    assert config_of(args, demo.RequestConfig) == demo.RequestConfig(priority=-3)
+    assert demo.request_options(args) == {"priority": -3, "cache_salt": None}
 
 
 def test_the_answers_to_a_prompt_share_it_under_the_salt_of_the_flags(

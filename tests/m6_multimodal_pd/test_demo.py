@@ -20,8 +20,9 @@ from rich.style import Style
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
 from m3_paged_attention.attention import native_library
 from m6_multimodal_pd import MultimodalConfig, SamplingParams, SpeculativeConfig, TraceConfig, demo, demo_tour
-from m6_multimodal_pd.demo_terminal import HALF, contact_sheet, frames_of, half_blocks, shown
+from m6_multimodal_pd.demo_terminal import HALF, contact_sheet, half_blocks, loaded, shown
 from m6_multimodal_pd.demo_tour import PICTURES, READ, SEEN, Tour, options_for
+from m6_multimodal_pd.multimodal.decode_image import Picture
 from notebooks import shapes
 from notebooks.shapes import Shape
 from tests.m6_multimodal_pd.engines import MakeEngine, setting
@@ -191,7 +192,7 @@ def test_a_picture_and_a_clip_go_with_the_prompt(
     assert run_on(seeing_directory, *media, "--prompt", "What is red?", "--trace-file", str(trace)) == 0
     out, err = capsys.readouterr()
     assert err == "" and "\x1b" not in out
-    assert "picture.png: 96 x 96 pixels]" in words(out) and "clip.gif: 96 x 96 pixels]" in words(out)
+    assert "picture.png: 96 x 96 pixels]" in words(out) and "clip.gif: 96 x 96 pixels, 4 frames]" in words(out)
     assert [e["modality"] for e in events_of(trace, "item_received")] == ["image", "video"]
 
 
@@ -298,9 +299,9 @@ def test_the_source_of_drafts(flags: str, expected: str | None) -> None:
     ids=["no colours", "no half block"],
 )
 def test_where_a_picture_cannot_be_drawn_its_words_are_printed(changes: dict[str, Any]) -> None:
-    pixels = np.zeros((1, 8, 8, 3), np.uint8)
+    picture = Picture(np.zeros((8, 8, 3), np.uint8))
     console = Console(force_terminal=True, **{"color_system": "truecolor", "file": screen().file, **changes})
-    assert shown(pixels, "a cat", console, 8).plain == "[a cat]" and HALF in shown(pixels, "a cat", screen(), 8).plain
+    assert shown(picture, "a cat", console, 8).plain == "[a cat]" and HALF in shown(picture, "a cat", screen(), 8).plain
 
 
 def test_a_character_shows_two_pixels_one_above_the_other() -> None:
@@ -344,5 +345,5 @@ def test_the_pictures_of_the_demo_are_of_the_kind_that_the_checkpoint_has_learne
     assert {path.stem for path in PICTURES.iterdir()} == expected.keys()
     for name, frames in expected.items():
         kind = "video" if len(frames) > 1 else "image"
-        stored = frames_of({"type": kind, kind: PICTURES / f"{name}.png"}, MultimodalConfig(), name)
-        assert np.array_equal(stored, [np.asarray(frame) for frame in frames]), name
+        stored = loaded({"type": kind, kind: PICTURES / f"{name}.png"}, MultimodalConfig(), name).pixels
+        assert np.array_equal(stored, np.squeeze([np.asarray(frame) for frame in frames])), name
