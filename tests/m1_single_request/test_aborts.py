@@ -4,7 +4,7 @@ What every milestone does with an abort, at every moment of a step, is tested in
 """
 
 from m1_single_request import LLMEngine
-from tests.m1_single_request.engines import OnEvent, Recorder, drain, greedy, held
+from tests.m1_single_request.engines import OnEvent, drain, greedy
 
 PROMPT = [21, 22, 23]
 
@@ -26,39 +26,8 @@ def test_ids_are_exact(engine: LLMEngine) -> None:
     assert {rid: output.finish_reason for rid, output in last.items()} == {"req-1": "abort", "req-10": "length"}
 
 
-def test_the_end_of_an_aborted_request_is_reported_once_with_the_text_of_its_tokens(engine: LLMEngine) -> None:
-    expected = engine.generate(PROMPT, greedy(9))
-    rid = engine.add_request(PROMPT, greedy(9))
-    for _ in range(3):
-        engine.step()
-    assert engine.abort_request(rid) and not engine.abort_request(rid)
-    output = engine.step()[rid]
-    assert (output.finished, output.finish_reason, output.error) == (True, "abort", None)
-    assert output.token_ids == expected.token_ids[:3] and expected.text.startswith(output.text)
-    assert engine.step() == {} and not engine.abort_request(rid)
-    assert held(engine) == 0
-
-
-def test_the_stream_of_an_aborted_request_ends_with_it(engine: LLMEngine) -> None:
-    stream = engine.stream(PROMPT, greedy(9))
-    next(stream)
-    engine.abort_request(stream.request_id)
-    assert [(output.finish_reason, len(output.token_ids)) for output in stream] == [("abort", 1)]
-
-
 def test_a_request_that_has_ended_by_itself_cannot_be_aborted_any_more(engine: LLMEngine) -> None:
     rid = engine.add_request(PROMPT, greedy(2))
     reader = OnEvent(engine.tracer, "finish", lambda: engine.abort_request(rid))
     assert drain(engine)[rid].finish_reason == "length"
     assert reader.acted and reader.result is False
-
-
-def test_the_trace_of_an_abort_ends_with_what_was_freed(engine: LLMEngine) -> None:
-    rid = engine.add_request(PROMPT, greedy(9))
-    engine.step()
-    recorder = Recorder(engine.tracer)
-    engine.abort_request(rid)
-    engine.step()
-    assert recorder.kinds() == ["abort", "finish", "free", "step_done"]
-    (free,) = recorder.events("free")
-    assert (free.owner, free.tokens) == (rid, len(PROMPT))

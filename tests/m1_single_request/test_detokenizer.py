@@ -205,32 +205,6 @@ def fallback(text: str) -> list[str]:
     return [f"<0x{byte:02X}>" for byte in text.encode()]
 
 
-@pytest.mark.parametrize(
-    ("data", "added"),
-    [
-        ("aé🙂b".encode(), ["a", "", "é", "", "", "", "🙂", "b"]),
-        (b"a\xff\xffb", ["a", "", "", f"{BROKEN}{BROKEN}b"]),
-        (f"a{BROKEN}b".encode(), ["a", "", "", "", f"{BROKEN}b"]),
-    ],
-    ids=["with its last byte", "bytes of no character as soon as that is clear", "a real U+FFFD with the next token"],
-)
-def test_a_character_appears_when_it_is_complete(data: bytes, added: list[str]) -> None:
-    assert growth(byte_ids(data)) == added
-
-
-def test_half_a_character_at_the_end_is_the_tail() -> None:
-    detokenizer = pushed(byte_ids("a🙂".encode()[:-1]))
-    assert (detokenizer.text, detokenizer.tail()) == ("a", BROKEN)
-
-
-def test_a_skipped_special_token_inside_a_character_does_not_break_it() -> None:
-    """The tokenizer joins the bytes around it, and so does the detokenizer."""
-    (end,) = real_tokenizer().encode("<|im_end|>")
-    first, second = byte_ids("é".encode())
-    assert growth([first, end, second]) == ["", "", "é"]
-    assert growth([first, end, second], skip_special_tokens=False)[:2] == ["", f"{BROKEN}<|im_end|>"]
-
-
 @pytest.mark.parametrize("style", LLAMA_STYLES)
 @pytest.mark.parametrize(
     ("tokens", "added"),

@@ -19,18 +19,6 @@ def free(make_engine: MakeEngine) -> RequestOutput:
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_tokens", [1, 7])
-def test_max_tokens_ends_the_output(engine: LLMEngine, free: RequestOutput, max_tokens: int) -> None:
-    output = engine.generate(PROMPT, greedy(max_tokens))
-    assert output.token_ids == free.token_ids[:max_tokens]
-    assert (output.finish_reason, output.outputs[0].stop_reason) == ("length", None)
-
-
-def test_max_tokens_far_beyond_the_model_is_no_error(engine: LLMEngine) -> None:
-    output = engine.generate([11] * 250, greedy(10**12))
-    assert (len(output.token_ids), output.finish_reason) == (6, "length")
-
-
 def test_any_end_of_sequence_id_ends_the_output_unless_it_is_ignored(
     make_engine: MakeEngine, free: RequestOutput
 ) -> None:
@@ -51,20 +39,6 @@ def test_a_stop_token_id_ends_the_output_and_is_named(engine: LLMEngine, free: R
     assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
     shown = engine.generate(PROMPT, greedy(12, stop_token_ids=[stop], include_stop_str_in_output=True))
     assert free.text.startswith(shown.text) and len(shown.text) > len(output.text)
-
-
-def test_a_stop_string_across_tokens_ends_the_output_and_is_cut(engine: LLMEngine, free: RequestOutput) -> None:
-    tokenizer = engine.engine_core.input_processor.tokenizer
-    texts = [tokenizer.decode([token]) for token in free.token_ids]
-    stop = texts[2][-2:] + texts[3][:2]
-    assert free.text.count(stop) == 1
-    end = free.text.index(stop)
-    output = engine.generate(PROMPT, greedy(12, stop=["never said", stop]))
-    assert output.text == free.text[:end]
-    assert output.token_ids == free.token_ids[:4]
-    assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
-    kept = engine.generate(PROMPT, greedy(12, stop=stop, include_stop_str_in_output=True))
-    assert kept.text == free.text[: end + len(stop)]
 
 
 def test_min_tokens_keeps_stops_away(make_engine: MakeEngine, free: RequestOutput) -> None:

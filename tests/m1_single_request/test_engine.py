@@ -96,15 +96,6 @@ def test_every_step_reports_what_changed(engine: LLMEngine) -> None:
     assert engine.step() == {}
 
 
-def test_step_reports_what_ended_while_a_stream_was_read(engine: LLMEngine) -> None:
-    mine = engine.add_request("mine", greedy(2))
-    engine.generate("other", greedy(2))
-    assert engine.has_unfinished_requests()
-    outputs = engine.step()
-    assert outputs[mine].finished and len(outputs[mine].token_ids) == 2
-    assert not engine.has_unfinished_requests()
-
-
 # --- stats ------------------------------------------------------------------------------------------------------------
 
 

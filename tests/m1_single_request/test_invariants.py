@@ -150,7 +150,7 @@ class Traffic(RuleBasedStateMachine):
                 whole.finish_reason,
             )
         if output.finish_reason == "abort":
-            assert output.request_id in self.aborted
+            assert output.request_id in self.aborted and whole.text.startswith(output.text.rstrip("\ufffd"))
 
     @contextmanager
     def one_step_at_most(self) -> Iterator[None]:

@@ -15,17 +15,17 @@ from m1_single_request import EngineError, InvalidParamsError, InvalidRequestErr
 NAN, INF = math.nan, math.inf
 
 REFUSED_INTEGERS: dict[str, list[Any]] = {
-    "max_tokens": [0, -1, None, True, 1.0, "8", NAN],
+    "max_tokens": [0, -1, None, True, 1.0, "8", NAN, 2**63],
     "min_tokens": [-1, None, True, 0.0, "0", 129],  # 129 is more than the default max_tokens
-    "top_k": [0, -2, None, True, 5.0, "5", NAN],
+    "top_k": [0, -2, None, True, 5.0, "5", NAN, 2**63],
     "seed": [True, 1.5, "7", NAN, 2**63, -(2**63) - 1],
-    "logprobs": [-1, True, 2.0, "2"],
-    "prompt_logprobs": [-1, False, 2.0, "2"],
-    "n": [0, -1, None, True, 1.0, "1"],
+    "logprobs": [-1, True, 2.0, "2", 2**63],
+    "prompt_logprobs": [-1, False, 2.0, "2", 2**63],
+    "n": [0, -1, None, True, 1.0, "1", 2**63],
 }
 
 REFUSED_NUMBERS: dict[str, list[Any]] = {
-    "temperature": [-0.1, -1, NAN, INF, -INF, True, "1", None, Fraction(1, 2)],
+    "temperature": [-0.1, -1, NAN, INF, -INF, True, "1", None, Fraction(1, 2), 10**400],
     "top_p": [0, 0.0, -0.5, 1.01, 2, NAN, INF, True, "0.5", None],
     "min_p": [-0.01, 1.01, NAN, INF, False, "0.1", None],
     "presence_penalty": [-2.01, 2.01, NAN, INF, -INF, True, "1", None],
@@ -37,15 +37,19 @@ REFUSED_FLAGS: dict[str, list[Any]] = {
     name: [0, 1, None, "yes", 1.0] for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 }
 
-REFUSED_STOPS: list[Any] = ["", ["a", ""], ("",), [1], ["a", None], None, 5, b"end", [b"end"], {"a"}, {"a": 1}, object]
+REFUSED_STOPS: list[Any] = [
+    "", ["a", ""], ("",), [1], ["a", None], None, 5, b"end", [b"end"], {"a"}, {"a": 1}, object,
+    "x" * 10**6, ["a", "\ud800"],
+]  # fmt: skip
 
 REFUSED_STOP_TOKEN_IDS: list[Any] = [
     None, 5, "5", b"ab", bytearray(b"ab"), [-1], [1, -7], [True], [1.0], ["5"], [None], {5}, {5: 1},
+    [2**63], range(10**9),
 ]  # fmt: skip
 
 REFUSED_LOGIT_BIAS: list[Any] = [
     5, "5", [5], [(5, 1.0)],
-    {-1: 1.0}, {True: 1.0}, {1.0: 1.0}, {"5": 1.0}, {None: 1.0},
+    {-1: 1.0}, {True: 1.0}, {1.0: 1.0}, {"5": 1.0}, {None: 1.0}, {2**63: 1.0},
     {5: NAN}, {5: INF}, {5: -INF}, {5: True}, {5: "1"}, {5: None}, {5: 100.5}, {5: -101}, {5: 10**400},
 ]  # fmt: skip
 
@@ -118,10 +122,10 @@ def test_unknown_parameters_and_positional_ones_are_errors() -> None:
 
 
 BOUNDARIES: dict[str, list[Any]] = {
-    "max_tokens": [1, 10**9],
+    "max_tokens": [1, 2**63 - 1],
     "min_tokens": [0, 1, 128],
-    "temperature": [0, 0.0, 1, 1e-9, 1e-5, 2.5, 1000, 1e300, 10**22, np.float64(0.5)],
-    "top_k": [-1, 1, 10**12],
+    "temperature": [0, 0.0, 1, 1e-9, 1e-5, 2.5, 1000, 10**300, 10**22, np.float64(0.5)],
+    "top_k": [-1, 1, 2**63 - 1],
     "top_p": [1, 1.0, 1e-9, 0.5],
     "min_p": [0, 0.0, 1, 1.0],
     "presence_penalty": [-2, -2.0, 0, 2, 2.0],

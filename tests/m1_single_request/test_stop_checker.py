@@ -71,23 +71,15 @@ def string(text: str) -> FinishMatchedStr:
 
 INCLUDED = {"include_stop_str_in_output": True}
 SHOWN = {"skip_special_tokens": False}
-HALF, OTHER_HALF = "é".encode()[:1], "é".encode()[1:]
-EMOJI = "🙂".encode()
-BC_X: dict[str, Any] = {"stop": "bc", "stop_tokens": ["x"]}
+HALF = "é".encode()[:1]
 
 Example = tuple[SequenceOf[str | bytes], dict[str, Any], int, BaseFinishReason | None, str]
 """Texts of tokens, settings, how many of them are accepted, what ends the output, and its text."""
 
 EXAMPLES: dict[str, Example] = {
-    "without a stop all tokens are accepted": ("abc", {}, 3, None, "abc"),
-    "no new token is no stop": ("", {}, 0, None, ""),
-    # ids
     "a stop token counts, and its text is not shown": ("abxc", {"stop_tokens": ["x"]}, 3, token("x"), "ab"),
     "unless it is asked for": ("abxc", {"stop_tokens": ["x"], **INCLUDED}, 3, token("x"), "abx"),
-    "the earliest of several stop tokens wins": ("ayxb", {"stop_tokens": ["x", "y"]}, 2, token("y"), "a"),
-    "every end of sequence stops": (["a", "<over>", "<end>"], {}, 2, eos("<over>"), "a"),
-    "also as the very first token": (["<end>"], {}, 1, eos("<end>"), ""),
-    "unless it is ignored": (["<end>", "a", "<over>", "b"], {"ignore_eos": True}, 4, None, "ab"),
+    "an end of sequence as the very first token": (["<end>"], {}, 1, eos("<end>"), ""),
     "an ignored end of sequence may be a stop token": (
         ["<over>", "a", "<end>", "b"],
         {"ignore_eos": True, "stop_tokens": ["<end>"]},
@@ -95,65 +87,23 @@ EXAMPLES: dict[str, Example] = {
         token("<end>"),
         "a",
     ),
-    "a special stop token is shown with special tokens": (
-        ["a", "<end>"], {**INCLUDED, **SHOWN}, 2, eos("<end>"), "a<end>",
-    ),
-    "and not without them": (["a", "<end>"], INCLUDED, 2, eos("<end>"), "a"),
     "half a character before a stop token stays broken": (["a", HALF, "<end>"], {}, 3, eos("<end>"), "a\ufffd"),
-    "also if the stop token is the other half": (
-        ["a", HALF, OTHER_HALF], {"stop_tokens": [OTHER_HALF]}, 3, token(OTHER_HALF), "a\ufffd",
+    "a stop string is found across tokens and cut off": (
+        ["x E", "N", "D y", "z"], {"stop": "END"}, 3, string("END"), "x ",
     ),
-    # strings
-    "a stop string is cut off": (["one ", "END", " two"], {"stop": "END"}, 2, string("END"), "one "),
     "or kept, and nothing behind it": (
         ["one ", "EN", "Dless"], {"stop": "END", **INCLUDED}, 3, string("END"), "one END",
     ),
-    "it is found across tokens": (["x E", "N", "D y", "z"], {"stop": "END"}, 3, string("END"), "x "),
-    "at the very first token it leaves no text": (["END", "a"], {"stop": "END"}, 1, string("END"), ""),
-    "inside a token it cuts it": (["abENDcd"], {"stop": "END"}, 1, string("END"), "ab"),
-    "the first of two occurrences counts": (["aXbXc"], {"stop": "X"}, 1, string("X"), "a"),
     "of two strings the one that ends first wins": (["abcdef"], {"stop": ["cde", "b"]}, 1, string("b"), "a"),
-    "also if the other one begins earlier": (["abcdef"], {"stop": ["bcde", "cd"]}, 1, string("cd"), "ab"),
-    "of two that end together the longer wins": (
-        ["xxab", "cd"], {"stop": ["cd", "abcd", "bcd"]}, 2, string("abcd"), "xx",
-    ),
-    "of two the one of the earlier token wins": (["a", "bb", "a", "a"], {"stop": ["aa", "bb"]}, 2, string("bb"), "a"),
-    "in a character that came in pieces": (["a", EMOJI[:2], EMOJI[2:], "b"], {"stop": "🙂"}, 3, string("🙂"), "a"),
     "skipped special tokens match no string": (
         ["a", "<end>", "b"], {"stop": "<end>", "ignore_eos": True}, 3, None, "ab",
     ),
     "shown ones do, before their id": (["a", "<end>"], {"stop": "<end>", **SHOWN}, 2, string("<end>"), "a"),
-    # lengths
-    "max_tokens": ("bcde", {"max_tokens": 3}, 3, FinishLength("max_tokens", 3), "bcd"),
     "max_model_len counts the prompt": (
         "bcde", {"prompt_len": 5, "max_model_len": 8}, 3, FinishLength("max_model_len", 8), "bcd",
     ),
-    "a prompt one short of it yields a token": (
-        "b", {"prompt_len": 7, "max_model_len": 8}, 1, FinishLength("max_model_len", 8), "b",
-    ),
-    "the limit that comes first is named": (
-        "bcdbcd", {"prompt_len": 3, "max_tokens": 4, "max_model_len": 8}, 4, FinishLength("max_tokens", 4), "bcdb",
-    ),
-    # several at one token
-    "a string wins over an id": ("abx", {"stop": "bx", "stop_tokens": ["x"]}, 3, string("bx"), "a"),
-    "an id over a length": ("abx", {"stop_tokens": ["x"], "max_tokens": 3}, 3, token("x"), "ab"),
-    "an earlier id over a string": ("axbd", {"stop": "bd", "stop_tokens": ["x"]}, 2, token("x"), "a"),
-    "an earlier length over a string": (
-        "abcd", {"stop": "cd", "max_tokens": 2}, 2, FinishLength("max_tokens", 2), "ab",
-    ),
-    # min_tokens
-    "before min_tokens neither id nor string stops": (
-        ["<end>", "x", "b", "c", "x", "z"], {**BC_X, "min_tokens": 5}, 5, token("x"), "xbc",
-    ),
-    "a string that was complete before does not count later": (
+    "a string that was complete before min_tokens does not count later": (
         ["a", "bc", "x", "y", "bc"], {"stop": "bc", "min_tokens": 3}, 5, string("bc"), "abcxy",
-    ),
-    "one that begins before and ends after does": ("abc", {"stop": "bc", "min_tokens": 3}, 3, string("bc"), "a"),
-    "lengths end an output all the same": (
-        "bcd", {"min_tokens": 2, "max_tokens": 2}, 2, FinishLength("max_tokens", 2), "bc",
-    ),
-    "also that of the model": (
-        "bcd", {"min_tokens": 50, "prompt_len": 3, "max_model_len": 5}, 2, FinishLength("max_model_len", 5), "bc",
     ),
 }  # fmt: skip
 
@@ -236,12 +186,12 @@ def test_stop_strings_are_looked_for_only_where_they_may_stop() -> None:
 
 SINGLE_BYTES = {i: bytes([byte]) for i, byte in enumerate([*b"abc", *"é".encode(), *"🙂".encode()])}
 PIECES = SINGLE_BYTES | {20: b"ab", 21: b"ca", 22: b"bca", 23: "é".encode(), 24: b"aab"}
-stop_strings = st.lists(st.text("abcé", min_size=1, max_size=4), max_size=3)
+stop_strings = st.lists(st.text("abcé", min_size=1, max_size=4) | st.just("<end>"), max_size=3)
 token_ids = st.lists(st.sampled_from([*PIECES, *SPECIAL]), min_size=1, max_size=12)
 stop_settings = st.fixed_dictionaries(
     {"stop": stop_strings},
     optional={
-        "stop_token_ids": st.lists(st.sampled_from(list(PIECES)), max_size=2),
+        "stop_token_ids": st.lists(st.sampled_from([*PIECES, *SPECIAL]), max_size=2),
         "include_stop_str_in_output": st.booleans(),
         "ignore_eos": st.booleans(),
         "min_tokens": st.integers(0, 6),
@@ -281,7 +231,7 @@ def brute_force(
     return len(ids), None, text_of(len(ids))
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(1500))
 @given(ids=token_ids, wanted=stop_settings, prompt_len=st.integers(1, 5), cut=st.integers(0, 12))
 def test_any_run_of_tokens_ends_where_the_oracle_says_however_it_is_cut(
     ids: list[int], wanted: dict[str, Any], prompt_len: int, cut: int
@@ -290,8 +240,8 @@ def test_any_run_of_tokens_ends_where_the_oracle_says_however_it_is_cut(
         return sequence_of(PIECES | SPECIAL, special=SPECIAL, prompt_len=prompt_len, **wanted)
 
     expected = brute_force(fresh(), ids, prompt_len, max_model_len=12)
-    assert judge(fresh(), [ids], 12) == expected
-    assert judge(fresh(), [ids[:cut], ids[cut:]], 12) == expected
+    for runs in ([ids], [ids[:cut], ids[cut:]], [[token_id] for token_id in ids]):
+        assert judge(fresh(), runs, 12) == expected
 
 
 # --- held-back text ---------------------------------------------------------------------------------------------------

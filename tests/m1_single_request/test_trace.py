@@ -24,7 +24,6 @@ from m1_single_request import (
     SamplingParams,
     TraceConfig,
     Tracer,
-    TraceReader,
     TraceRecord,
 )
 from m1_single_request.events import Event, Free, size, some
@@ -312,14 +311,6 @@ def written(path: Path, *, stable: bool = False) -> list[dict[str, Any]]:
         reader.read(record(event, step=number, at=number / 2))
     reader.close()
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def test_jsonl_has_one_line_an_event_with_step_time_kind_and_fields(tmp_path: Path) -> None:
-    lines = written(tmp_path / "t.jsonl")
-    for number, (line, event) in enumerate(zip(lines, [*EXAMPLES, MIXED], strict=True)):
-        assert list(line)[:3] == ["step", "time", "event"]
-        fields = json.loads(json.dumps(event.data()))
-        assert line == {"step": number, "time": number / 2, "event": event.kind} | fields
 
 
 def test_stable_jsonl_leaves_out_times_and_volatile_fields(tmp_path: Path) -> None:
@@ -635,40 +626,6 @@ def test_the_summary_shows_what_came_between_two_steps_in_the_line_of_the_second
 
 
 # --- readers from the configuration -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def loaded_engine() -> Any:
-    """The engine that ships, without a reader."""
-    with LLMEngine(model_config=ModelConfig(device="cpu")) as engine:
-        yield engine
-
-
-def test_a_real_run_reaches_all_readers_with_the_same_events(loaded_engine: LLMEngine, tmp_path: Path) -> None:
-    file, keeper = io.StringIO(), Keeper()
-    readers: list[TraceReader] = [
-        keeper,
-        JsonlReader(tmp_path / "t.jsonl"),
-        ChromeTraceReader(tmp_path / "t.json"),
-        ConsoleReader(console=Console(file=file, width=2000, highlight=False)),
-    ]
-    for reader in readers:
-        loaded_engine.tracer.attach(reader)
-    params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, stop=["never"], seed=1)
-    loaded_engine.generate([1, 2, 3], params, request_id="mine")
-    for reader in readers:
-        loaded_engine.tracer.detach(reader)
-    assert not has_reader(loaded_engine.tracer)
-
-    kinds = [r.event.kind for r in keeper.records]
-    assert kinds.count("batch") == kinds.count("sampled") == kinds.count("step_done") == 3
-    assert [r.step for r in keeper.records] == sorted(r.step for r in keeper.records)
-    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [line["event"] for line in lines] == kinds
-    entries = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
-    assert [e["name"] for e in entries if e["ph"] == "X" and e["tid"]] == ["prefill", "decode", "decode"]
-    for one in keeper.records:
-        assert one.event.explain() in file.getvalue()
 
 
 def test_the_configuration_names_the_readers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
