@@ -5,7 +5,7 @@ What all batches have in common is tested in `tests/engine_contract`.
 
 import pytest
 
-from m2_continuous_batching import InvalidParamsError, LLMEngine, PromptTooLongError
+from m2_continuous_batching import InvalidParamsError, LLMEngine
 from tests.m2_continuous_batching.engines import MAX_MODEL_LEN, MakeEngine, greedy, limits, run
 from tests.support.engines import ids
 
@@ -17,19 +17,6 @@ def test_a_batch_takes_as_many_steps_as_its_longest_answer(make_engine: MakeEngi
 
 
 # --- requests that can never run --------------------------------------------------------------------------------------
-
-
-def test_a_prompt_over_the_budget_fails_alone(make_engine: MakeEngine) -> None:
-    engine = make_engine(**limits(2, 12))
-    fits, refused = engine.generate_batch([ids(12), ids(13)], greedy(4)).values()
-    assert (fits.finish_reason, refused.finish_reason) == ("length", "error")
-    assert isinstance(refused.error, PromptTooLongError) and "13" in str(refused.error) and "12" in str(refused.error)
-
-
-def test_without_a_budget_of_its_own_no_prompt_is_refused_for_it(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_model_len=200)
-    assert engine.engine_core.scheduler.max_num_batched_tokens == 2048
-    assert len(engine.generate(ids(199), greedy(5)).token_ids) == 1
 
 
 def test_several_outputs_are_refused_with_the_milestone_that_brings_them(engine: LLMEngine) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
 
@@ -33,12 +32,6 @@ def test_two_messages_share_no_column() -> None:
     messages = CachedRequestData(), CachedRequestData()
     columns = [getattr(one, field.name) for one in messages for field in dataclasses.fields(one)]
     assert columns == [[]] * 10 and len({id(column) for column in columns}) == 10
-
-
-@pytest.mark.parametrize("message", [MIXED, MIXED.scheduled_new_reqs[0], MIXED.scheduled_cached_reqs])
-def test_messages_are_frozen(message: object) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        message.req_ids = []  # type: ignore[attr-defined]
 
 
 def test_prefills_come_first_then_decodes() -> None:

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import pytest
 from hypothesis import given, settings, strategies as st
 
-from m2_continuous_batching.request_queue import FCFSRequestQueue
 from tests.support.amounts import examples
 from tests.testbed.bed import SchedulerBed, Step, make_bed
 from tests.testbed.fakes import answer
@@ -178,18 +176,3 @@ def test_the_trace_holds_every_decision(traffic: Traffic) -> None:
         left_out = [event.rids for event in events if event.kind == "left_out"]  # type: ignore[attr-defined]
         missing = tuple(rid for rid in before.running if rid not in step.counts)
         assert left_out == ([missing] if missing else [])
-
-
-# --- a rule broken on purpose is seen ---------------------------------------------------------------------------------
-
-
-def test_a_queue_that_lets_newcomers_overtake_is_noticed() -> None:
-    class Stack(FCFSRequestQueue):
-        def add_request(self, request: Any) -> None:
-            self.appendleft(request)
-
-    bed = make_bed(max_num_seqs=1, max_num_batched_tokens=8)
-    bed.scheduler.waiting = Stack()
-    bed.add(3), bed.add(4)
-    with pytest.raises(AssertionError, match="r1 overtakes r0"):
-        bed.step()

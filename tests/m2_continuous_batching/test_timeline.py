@@ -1,7 +1,6 @@
 """The timeline: lanes and columns of a trace at any width, and the facts of a run; the same from a file."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from m1_single_request.events import Event
 from m1_single_request.trace_readers import Records
 from m1_single_request.tracer import TraceRecord
-from m2_continuous_batching import TraceConfig, read_trace
+from m2_continuous_batching import TraceConfig
 from m2_continuous_batching.demo_tour import facts
 from m2_continuous_batching.events import Batch, LeftOut
 from m2_continuous_batching.views.timeline import Timeline
@@ -210,20 +209,6 @@ def test_the_facts_have_the_numbers_of_the_run(story: Story) -> None:
         f"{sum(lengths.values())} steps.",
     ):
         assert part in words, part
-
-
-def test_a_timeline_of_a_file_is_that_of_the_run(make_engine: MakeEngine, tmp_path: Path) -> None:
-    timeline, later, records = Timeline(), Timeline(), Records()
-    trace = TraceConfig(jsonl=tmp_path / "t.jsonl", readers=(timeline, records))
-    engine = make_engine(**limits(2, 12), trace_config=trace)
-    engine.generate_batch([[5, 6, 7], [5, 6, 7, 8, 9], [8] * 11], [greedy(9), greedy(4), greedy(2)])
-    stats = engine.stats()
-    engine.close()
-    read = Records(read_trace(tmp_path / "t.jsonl", "m2_continuous_batching"))
-    for record in read:
-        later.read(record)
-    assert drawn(later, 40) == drawn(timeline, 40) and facts(later, read, stats) == facts(timeline, records, stats)
-    assert read == records
 
 
 def test_the_facts_say_what_was_padding_and_what_was_reserved(make_engine: MakeEngine) -> None:
