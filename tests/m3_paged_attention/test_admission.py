@@ -1,52 +1,11 @@
-"""Admission by blocks: which way a request comes in, what that costs, and which limit keeps it out."""
+"""Admission by example: siblings on shared blocks, and a request that comes back beside one that fails.
+
+Every decision and every message is judged in `test_scheduler_properties.py`.
+"""
 
 from typing import Any
 
-import pytest
-
-from tests.testbed.paged import make_paged_bed
-
-# --- blocks -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("num_blocks", "joins"), [(5, False), (6, True)])
-def test_one_block_stays_free_for_each_that_runs(num_blocks: int, joins: bool) -> None:
-    """Two requests of two blocks each: four blocks, and one more for either of them."""
-    bed = make_paged_bed(num_blocks=num_blocks, block_size=4, trace=True)
-    bed.add(5, max_tokens=3), bed.add(7, max_tokens=3)
-    assert bed.step().joined == (["r0", "r1"] if joins else ["r0"])
-    refusals = [(event.rid, event.limit, event.needed, event.available) for event in bed.events("not_admitted")]
-    assert refusals == ([] if joins else [("r1", "blocks", 2, 3)])
-    if not joins:
-        (refusal,) = bed.events("not_admitted")
-        assert refusal.kept_free == 2
-        assert "it needs 2 blocks of 3 free ones, and 2 must stay free for the next tokens" in refusal.explain()
-    bed.drain()
-    assert bed.scheduler.num_preemptions == 0
-
-
-# --- places and tokens ------------------------------------------------------------------------------------------------
-
-
-def test_as_many_join_as_may_run() -> None:
-    bed = make_paged_bed(max_num_seqs=2, trace=True)
-    rids = [bed.add(3, max_tokens=2) for _ in range(5)]
-    assert [bed.step().joined for _ in range(6)] == [rids[:2], [], rids[2:4], [], rids[4:], []]
-    refusal = bed.events("not_admitted")[0]
-    assert (refusal.rid, refusal.limit, refusal.needed, refusal.available) == (rids[2], "max_num_seqs", 3, 2)
-    assert refusal.num_waiting == 3 and "max_num_seqs = 2 requests run already" in refusal.explain()
-
-
-def test_prompts_join_as_far_as_the_budget_reaches() -> None:
-    bed = make_paged_bed(max_num_seqs=4, max_num_batched_tokens=10, trace=True)
-    for length in (4, 6, 1, 10):
-        bed.add(length, max_tokens=1)
-    assert [bed.step().counts for _ in range(3)] == [{"r0": 4, "r1": 6}, {"r2": 1}, {"r3": 10}]
-    refusals = [(event.rid, event.limit, event.needed, event.available) for event in bed.events("not_admitted")]
-    assert refusals == [("r2", "max_num_batched_tokens", 1, 0), ("r3", "max_num_batched_tokens", 10, 9)]
-
-
-# --- the ways in ------------------------------------------------------------------------------------------------------
+from tests.testbed.paged import Squeezed, make_paged_bed
 
 
 def admitted(bed: Any) -> list[tuple[Any, ...]]:
@@ -82,3 +41,16 @@ def test_a_late_sibling_starts_on_the_blocks_of_one_that_decodes() -> None:
     assert bed.events("admit")[-1].source == "r1/0"
     assert "r1/1 joins on the blocks of r1/0" in bed.events("admit")[-1].explain()
     bed.drain()
+
+
+def test_a_request_is_recomputed_beside_one_that_fails_in_the_same_step() -> None:
+    """One comes back, one fails: as many results as there are requests that merely go on."""
+    bed = make_paged_bed(block_size=4, max_num_seqs=4, kv_manager_class=Squeezed)
+    bed.add(4, max_tokens=9), bed.add(4, max_tokens=9), bed.add(4, max_tokens=9)
+    bed.step()
+    bed.step()
+    bed.scheduler.kv_manager.due = 1  # type: ignore[attr-defined]
+    bed.step()
+    step = bed.step(failing=["r0"])
+    assert step.counts == {"r2": 6, "r1": 1, "r0": 1} and step.ended == {"r0": "error"}
+    assert set(bed.drain().values()) == {"error", "length"}

@@ -1,7 +1,6 @@
 """The block map: what it makes of a trace, how it is drawn, and what is said of it. A real engine's trace agrees."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,7 @@ from m1_single_request.events import Event
 from m1_single_request.output_events import Finish
 from m2_continuous_batching.events import Batch
 from m2_continuous_batching.views.timeline import Timeline
-from m3_paged_attention import SamplingParams, TraceConfig, TraceRecord, read_trace
+from m3_paged_attention import SamplingParams, TraceConfig, TraceRecord
 from m3_paged_attention.demo_tour import facts, highlights
 from m3_paged_attention.events import KVSized
 from m3_paged_attention.kv_events import (
@@ -322,15 +321,3 @@ def test_a_timeline_has_a_lane_for_each_of_several_answers(make_engine: MakeEngi
     lanes = {rid: "".join(state[0] for state in lane.states) for rid, lane in timeline.lanes.items()}
     assert lanes == {"req-0/0": "pdddd", "req-0/1": "qddddd", "req-0/2": "qddddd"}
     assert all(lane.finished for lane in timeline.lanes.values())
-
-
-def test_a_map_of_a_file_is_that_of_the_run(make_engine: MakeEngine, mode: str, tmp_path: Path) -> None:
-    block_map, later, path = BlockMap(), BlockMap(), tmp_path / "trace.jsonl"
-    engine = make_engine(**setting(6, blocks=14, mode=mode), trace_config=TraceConfig(jsonl=path, readers=(block_map,)))
-    params = SamplingParams(n=3, max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
-    engine.generate_batch([ids(10), ids(9), ids(14)], [params, greedy(9), greedy(15)])
-    engine.close()
-    for record in read_trace(path, "m3_paged_attention"):
-        later.read(record)
-    assert later.frames == block_map.frames and later.sized == block_map.sized
-    assert [drawn(frame) for frame in later.frames] == [drawn(frame) for frame in block_map.frames]

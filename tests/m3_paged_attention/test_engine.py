@@ -5,13 +5,12 @@ What the face promises whatever runs behind it is tested with m1, and what all b
 """
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 
 from m3_paged_attention import EngineClosedError
-from tests.m3_paged_attention.engines import MakeEngine, check_drained, check_memory, greedy, held, ids, run, setting
+from tests.m3_paged_attention.engines import MakeEngine, check_memory, greedy, held, ids, run, setting
 
 # --- the worked example -----------------------------------------------------------------------------------------------
 
@@ -50,20 +49,6 @@ def test_blocks_are_moved_before_the_forward_in_their_order(make_engine: MakeEng
     assert [kv.blocks[0, block].unique().tolist() for block in range(5)] == [[0], [2], [4], [10], [4]]
     assert [kv.host_blocks[block].unique().tolist() for block in range(3)] == [[10], [10], [1]]
     run(engine)
-
-
-# --- more runs at once ------------------------------------------------------------------------------------------------
-
-
-def test_no_token_is_streamed_twice_or_lost_over_preemptions(make_engine: MakeEngine, make_m1: Any, mode: str) -> None:
-    engine = make_engine(**setting(4, blocks=7, block_size=2, mode=mode))
-    streams = [engine.stream(ids(2, n), greedy(9)) for n in range(4)]
-    for stream in streams:
-        lengths = [len(output.token_ids) for output in stream]
-        assert lengths == list(range(1, 10))
-    assert engine.stats().num_preemptions > 0
-    assert engine.stats().num_output_tokens == 4 * 9
-    check_drained(engine)
 
 
 # --- the face ---------------------------------------------------------------------------------------------------------
