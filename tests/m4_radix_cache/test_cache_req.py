@@ -1,21 +1,16 @@
-"""A request's KV on its way into the cache: who owns what afterwards, and what is free."""
+"""A request's KV on its way into the cache: what is shared, who owns each page afterwards, and what is free."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from m1_single_request.tracer import Tracer
-from m4_radix_cache.errors import PoolError
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
-from m4_radix_cache.mem_cache.events import DuplicatesFreed
 from tests.m4_radix_cache.caches import (
     SHARING,
     FakeReq,
     admit,
-    allocator_of,
     audit,
     decode,
     extend,
@@ -25,7 +20,6 @@ from tests.m4_radix_cache.caches import (
     row_of,
 )
 from tests.support.amounts import examples
-from tests.support.engines import Recorder
 
 
 @pytest.fixture(params=SHARING)
@@ -41,27 +35,6 @@ def sizes(cache: BasePrefixCache, *reqs: FakeReq) -> tuple[int, int, int, int]:
 
 def tokens(length: int, first: int = 0) -> list[int]:
     return list(range(first, first + length))
-
-
-def test_the_second_of_two_that_computed_the_same_frees_its_copy_and_reads_the_first_ones(
-    cache: BasePrefixCache,
-) -> None:
-    """Both ran in one batch, so neither found the other. No page is both free and mapped."""
-    first, second = admit(cache, "a", tokens(10)), admit(cache, "b", [*tokens(8), 90, 91])
-    own = row_of(cache, second)
-    cache.cache_unfinished_req(first)
-    assert sizes(cache, first, second) == (58, 0, 2, 4)
-    cache.cache_unfinished_req(second)
-    assert sizes(cache, first, second) == (60, 0, 2, 2)
-    shared = row_of(cache, first)[:8]
-    assert row_of(cache, second) == second.prefix_indices.tolist() == [*shared, *own[8:]]
-    with pytest.raises(PoolError):
-        allocator_of(cache).free(np.array(own[:8]))
-    audit(cache, [first, second])
-    cache.cache_finished_req(first)
-    assert cache.evict(100) == 0 and row_of(cache, second)[:8] == shared, "the second has locked it, too"
-    cache.cache_finished_req(second)
-    assert cache.evict(100) == 8 and sizes(cache) == (64, 0, 0, 0)
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["unfinished", "finished"])
@@ -89,32 +62,6 @@ def test_a_finished_request_holds_nothing(cache: BasePrefixCache) -> None:
         cache.cache_finished_req(req)
     with pytest.raises(AssertionError, match="a has no row"):
         cache.cache_unfinished_req(req)
-
-
-@pytest.mark.parametrize("is_cached_before", [False, True], ids=["own", "cached"])
-def test_a_request_that_is_sent_back_frees_its_own_and_leaves_what_is_cached(
-    cache: BasePrefixCache, is_cached_before: bool
-) -> None:
-    req = admit(cache, "a", tokens(10))
-    if is_cached_before:
-        cache.cache_unfinished_req(req)
-    decode(cache, req, 99)
-    cache.cache_finished_req(req, is_insert=False)
-    assert sizes(cache) == ((62, 2, 0, 0) if is_cached_before else (64, 0, 0, 0))
-    assert req.req_pool_idx is None and req.kv_allocated_len == 0
-
-
-def test_freed_duplicates_are_told() -> None:
-    tracer = Tracer()
-    recorder, cache = Recorder(tracer), make_cache(page_size=4, tracer=tracer)
-    cache.cache_finished_req(admit(cache, "a", tokens(10)))
-    hits = admit(cache, "b", tokens(10))
-    cache.cache_unfinished_req(hits)
-    assert recorder.events("duplicates_freed") == []
-    first, second = admit(cache, "c", tokens(18)), admit(cache, "d", tokens(18))
-    cache.cache_unfinished_req(first)
-    cache.cache_unfinished_req(second)
-    assert recorder.events("duplicates_freed") == [DuplicatesFreed(rid="d", start=8, num_tokens=8)]
 
 
 # --- random requests --------------------------------------------------------------------------------------------------

@@ -7,19 +7,16 @@ of a caller are tested for all milestones: `tests/engine_contract`.
 
 import pytest
 
-from m4_radix_cache import ForwardError, LLMEngine, RequestOutput
+from m4_radix_cache import RequestOutput
 from tests.engine_contract.variants import M4_RADIX, FailingRunner
 from tests.m4_radix_cache.engines import (
     MakeEngine,
-    OnEvent,
     Recorder,
     Remembered,
     check_drained,
-    check_flushed,
     check_step,
     greedy,
     ids,
-    no_numbers_for,
     run,
     setting,
 )
@@ -95,32 +92,6 @@ def test_salts_and_priorities_go_to_every_child(make_engine: MakeEngine, m1: Rem
 
 
 @SHARING
-@pytest.mark.parametrize(
-    ("steps", "computed"),
-    [
-        (0, 6 + 2 + 2),
-        (1, 6 + 3 * 2),
-        (3, 6 + 3 * 2),
-        (None, 6 + 6 + 2 * 2),  # in the middle of its prefill, of which nothing is kept
-    ],
-)
-def test_a_first_child_that_is_aborted_leaves_the_prompt_to_the_others(
-    make_engine: MakeEngine, m1: Remembered, cache: str, steps: int | None, computed: int
-) -> None:
-    engine: LLMEngine = make_engine(**setting(4, page_size=2, cache=cache))
-    if steps is None:
-        OnEvent(engine.tracer, "batch", lambda: engine.abort_request("p/0"))
-    engine.add_request(PROMPT, drawn(), request_id="p")
-    for _ in range(steps or 0):
-        engine.step()
-    assert steps is None or engine.abort_request("p/0")
-    output = run(engine)["p"]
-    assert [completion.finish_reason for completion in output.outputs] == ["abort", "length", "length", "length"]
-    check_children(output, m1, PROMPT, 6)
-    assert engine.stats().num_prompt_tokens == computed
-
-
-@SHARING
 def test_a_prompt_whose_forward_failed_takes_only_the_first_child_along(
     make_engine: MakeEngine, m1: Remembered, cache: str
 ) -> None:
@@ -133,15 +104,3 @@ def test_a_prompt_whose_forward_failed_takes_only_the_first_child_along(
     assert [completion.finish_reason for completion in output.outputs] == ["error", "length", "length", "length"]
     check_children(output, m1, PROMPT, 6)
     assert engine.stats().num_finished == {"error": 1}
-
-
-def test_a_child_whose_logits_are_no_numbers_fails_alone(make_engine: MakeEngine, m1: Remembered, cache: str) -> None:
-    runner = no_numbers_for(2, 3 if cache == "chunk" else 4)
-    engine = make_engine({"model_runner": runner}, **setting(4, page_size=2, cache=cache))
-    engine.add_request(PROMPT, drawn(), request_id="p")
-    output = run(engine)["p"]
-    assert isinstance(output.error, ForwardError) and "'p/2'" in str(output.error)
-    assert [c.finish_reason for c in output.outputs] == ["length", "length", "error", "length"]
-    check_children(output, m1, PROMPT, 6)
-    assert len(output.outputs[2].token_ids) == 2
-    check_flushed(engine)

@@ -1,4 +1,4 @@
-"""Rows of slots: handed out empty, written and read, taken back once."""
+"""Rows of slots: made when they are needed, handed out empty, taken back once. What they hold, the test-bed reads."""
 
 from collections import deque
 
@@ -26,48 +26,6 @@ def test_rows_are_made_when_they_are_needed_and_keep_what_they_hold() -> None:
     assert pool.available_size() == 10**15
     pool.clear()
     assert pool.available_size() == 10**15 and pool.alloc(1) == [0]
-
-
-def test_a_row_holds_what_was_written_and_reading_copies_it() -> None:
-    pool = ReqToTokenPool(size=2, max_context_len=6)
-    (row,) = pool.alloc(1) or []
-    pool.write(row, 1, np.array([7, 8, 9]))
-    slots = pool.read(row, 0, 5)
-    assert slots.dtype == np.int64 and slots.tolist() == [0, 7, 8, 9, 0]
-    slots[:] = 1
-    assert pool.read(row, 0, 6).tolist() == [0, 7, 8, 9, 0, 0]
-    assert pool.req_to_token.dtype == np.int32 and pool.req_to_token.shape == (2, 6)
-
-
-def test_a_row_knows_how_many_tokens_have_a_slot() -> None:
-    pool = ReqToTokenPool(size=2, max_context_len=6)
-    pool.alloc(2)
-    pool.write(1, 0, np.array([4, 5]))
-    pool.write(1, 2, np.array([6]))
-    pool.write(1, 0, np.array([8, 9]))  # what the cache had already: the row is as long as before
-    assert pool.lens.tolist() == [0, 3] and pool.read(1, 0, 3).tolist() == [8, 9, 6]
-    pool.free(1)
-    pool.alloc(1)
-    assert pool.lens.tolist() == [0, 0]
-
-
-def test_a_step_of_decodes_appends_one_slot_to_each_row() -> None:
-    pool = ReqToTokenPool(size=3, max_context_len=6)
-    pool.alloc(3)
-    pool.write(0, 0, np.array([4]))
-    pool.write(2, 0, np.array([8, 9]))
-    pool.append(np.array([2, 0]), np.array([10, 5]))
-    assert pool.lens.tolist() == [2, 0, 3]
-    assert [pool.read(row, 0, 4).tolist() for row in range(3)] == [[4, 5, 0, 0], [0, 0, 0, 0], [8, 9, 10, 0]]
-
-
-def test_page_tables_name_the_page_of_every_token_and_page_0_behind_the_last() -> None:
-    pool = ReqToTokenPool(size=2, max_context_len=8)
-    pool.alloc(2)
-    pool.write(0, 0, np.array([8, 9, 6, 7, 10]))
-    pool.write(1, 0, np.array([4]))
-    tables = pool.page_tables(np.array([1, 0]), 5, 2)
-    assert tables.dtype == np.int32 and tables.tolist() == [[2, 0, 0], [4, 3, 5]]
 
 
 @pytest.mark.parametrize("rows", [1, [0, 1], [0, 0], -1, 3, [0, 7]], ids=str)

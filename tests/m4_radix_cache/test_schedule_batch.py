@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from m1_single_request.errors import PartError
-from m1_single_request.request import FinishAbort, RequestStatus
+from m1_single_request.request import RequestStatus
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
-from tests.m4_radix_cache.batches import SETTINGS, check_columns, extend, pools_of, req_of
+from tests.m4_radix_cache.batches import SETTINGS, extend, pools_of, req_of
 from tests.m4_radix_cache.caches import make_cache, put
 
 
@@ -73,21 +73,6 @@ def test_what_the_model_is_told_is_plain_data() -> None:
 # --- decode -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("page_size", "lens", "needed"), [(1, [3, 4, 5], 3), (4, [3, 4, 5], 4), (4, [8, 4], 8), (2, [1, 3], 0)]
-)
-def test_the_next_tokens_need_a_page_for_each_who_begins_one(page_size: int, lens: list[int], needed: int) -> None:
-    pools = pools_of(make_cache(page_size=page_size))
-    reqs = [req_of(pools, f"r{i}", range(10 * i, 10 * i + length)) for i, length in enumerate(lens)]
-    batch = extend(pools, reqs)
-    say(batch, *range(70, 70 + len(lens)))
-    assert batch.room()[0] == needed
-    available = pools.token_to_kv_pool_allocator.available_size()
-    assert batch.check_decode_mem() and batch.room()[0] == needed
-    batch.prepare_for_decode()
-    assert available - pools.token_to_kv_pool_allocator.available_size() == needed
-
-
 def test_room_for_the_next_tokens_is_made_by_eviction() -> None:
     pools = pools_of(make_cache(num_pages=6))
     put(pools.tree_cache, [9, 8, 7])
@@ -112,49 +97,6 @@ def running(pools: Pools, names: str, first: int = 0) -> ScheduleBatch:
     for req in reqs:
         req.status = RequestStatus.RUNNING
     return batch
-
-
-@pytest.mark.parametrize("keep", [[0], [2], [0, 2], [1, 2], [], [0, 1, 2]])
-def test_filter_then_merge_keeps_every_array_as_long_as_the_batch(keep: list[int]) -> None:
-    pools = pools_of(make_cache())
-    batch, other = running(pools, "abc"), running(pools, "de", first=3)
-    batch.filter_batch(keep)
-    check_columns(batch, *("abc"[i] for i in keep))
-    batch.merge_batch(other)
-    check_columns(batch, *("abc"[i] for i in keep), "d", "e")
-    batch.prepare_for_decode()
-    say(batch, *range(50, 50 + len(batch.reqs)))
-    check_columns(batch, *("abc"[i] for i in keep), "d", "e")
-    assert batch.sampling_info is not None
-    assert batch.sampling_info.positions.tolist() == [2] * len(batch.reqs), (
-        "the tokens of the prompts and of the decode"
-    )
-    batch.filter_batch([len(batch.reqs) - 1])
-    check_columns(batch, "e")
-
-
-def test_a_batch_that_was_empty_becomes_the_other_one() -> None:
-    pools = pools_of(make_cache())
-    batch = ScheduleBatch([], pools)
-    assert not batch.reqs
-    batch.merge_batch(running(pools, "ab"))
-    check_columns(batch, "a", "b")
-    batch.filter_batch([])
-    assert not batch.reqs
-    batch.merge_batch(running(pools, "c", first=50))
-    check_columns(batch, "c")
-
-
-def test_a_filter_without_indices_keeps_whoever_goes_on() -> None:
-    pools = pools_of(make_cache())
-    batch = running(pools, "abc")
-    batch.filter_batch()
-    check_columns(batch, "a", "b", "c")
-    assert batch.reqs, "nobody has left"
-    batch.reqs[0].to_finish = FinishAbort()
-    batch.reqs[1].status = RequestStatus.FINISHED
-    batch.filter_batch()
-    check_columns(batch, "c")
 
 
 def test_tokens_may_come_in_any_order_and_not_for_everybody() -> None:

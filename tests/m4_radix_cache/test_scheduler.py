@@ -1,7 +1,7 @@
-"""The scheduler of a living batch by example: who is let in, who goes on, what is shared, and what is left at the end.
+"""The scheduler of a living batch by example: the expected share of output, hits, aborts and lost steps, invariants.
 
 Every step runs on the test-bed: an oracle reads every slot of KV that a request uses, and every page, lock and count is
-checked. What is asserted here comes on top. Retraction and lost steps have files of their own.
+checked. What is asserted here comes on top of `test_scheduler_properties.py`.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from m1_single_request.request import FinishAbort
-from m4_radix_cache.errors import PoolError
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
-from tests.m4_radix_cache.caches import ForgetsSalts
 from tests.support.engines import OnEvent
 from tests.testbed.radix import RadixBed, make_radix_bed
 
@@ -30,6 +28,19 @@ def test_the_ratio_falls_with_every_decode_and_with_nothing_else() -> None:
     bed.add(3), bed.step()
     assert ratio.value == pytest.approx(0.7 - 2 * 0.7 * 0.86 / 600)
     bed.drain()
+
+
+def test_the_ratio_is_measured_anew_after_a_retraction() -> None:
+    """Two requests of four tokens that may become twelve each; eighteen have room, and nothing is kept for later."""
+    bed = make_radix_bed(num_tokens=18, conservativeness=0)
+    bed.add(4, max_tokens=8), bed.step()
+    bed.add(4, max_tokens=8), bed.step()
+    while not bed.retracted():
+        bed.step()
+    said = len(bed.said("r0")) - 1  # the decision was made before its newest token
+    assert bed.scheduler.new_token_ratio.value == min(1.0, (said + 20) / (8 + 1))
+    bed.drain()
+    assert bed.scheduler.new_token_ratio.value == 0.0, "idle: as at the start"
 
 
 # --- what is shared ---------------------------------------------------------------------------------------------------
@@ -54,72 +65,7 @@ def test_a_hit_is_counted_once_for_each_request_that_joins_and_never_for_a_look(
     assert num_hits() == 2
 
 
-# --- who is let in ----------------------------------------------------------------------------------------------------
-
-
-def test_nobody_overtakes_a_head_that_was_refused() -> None:
-    bed = make_radix_bed(num_tokens=20, max_num_seqs=4, trace=True)
-    bed.add(8, max_tokens=6), bed.step()
-    bed.add(10, max_tokens=6), bed.add(1, max_tokens=2)
-    while "r0" not in bed.ended:
-        assert bed.step().counts == {"r0": 1}, "r2 would fit, but r1 came first"
-    assert [event.rid for event in bed.events("not_admitted")] == ["r1"], "not tried again before a request leaves"
-    assert bed.step().output.rids[0] == "r1"
-    bed.drain()
-
-
-def test_whoever_was_refused_and_gives_up_stands_in_nobodys_way() -> None:
-    bed = make_radix_bed(num_tokens=20)
-    bed.add(8, max_tokens=8), bed.step()
-    bed.add(10, max_tokens=6), bed.add(1, max_tokens=1), bed.step()
-    bed.abort("r1"), bed.step()
-    assert bed.step().counts == {"r2": 1}
-    bed.drain()
-
-
-def test_places_are_as_many_as_may_run_and_one_is_free_with_the_update_that_ends_its_owner() -> None:
-    bed = make_radix_bed(max_num_seqs=2)
-    for _ in range(3):
-        bed.add(3, max_tokens=4)
-    assert list(bed.step().counts) == ["r0", "r1"]
-    bed.abort("r0")
-    assert bed.step().counts == {"r1": 1} and bed.waiting() == ["r2"], "its row is still taken while this step runs"
-    assert bed.step().counts == {"r2": 3}
-    bed.drain()
-
-
-@pytest.mark.parametrize(
-    ("schedule_policy", "order"),
-    [
-        ("fcfs", ["r1", "r2", "r3", "r4"]),
-        ("lof", ["r3", "r1", "r4", "r2"]),
-        ("priority", ["r4", "r2", "r1", "r3"]),
-        ("lpm", ["r2", "r4", "r1", "r3"]),
-    ],
-)
-def test_those_who_wait_join_in_the_order_of_the_policy(schedule_policy: str, order: list[str]) -> None:
-    bed = make_radix_bed(max_num_seqs=1, schedule_policy=schedule_policy, page_size=2)
-    bed.add(9), bed.drain()
-    bed.add(4, max_tokens=4)
-    bed.add(9, max_tokens=2, same_as="r0", priority=1)
-    bed.add(4, max_tokens=5)
-    bed.add(4, max_tokens=3, same_as="r0", priority=2)
-    bed.drain()
-    joined = [step.output.rids[0] for step in bed.steps if step.output.mode == "extend"]
-    assert joined == ["r0", *order]
-
-
 # --- leaving ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_an_aborted_request_has_computed_stays_for_others() -> None:
-    bed = make_radix_bed()
-    bed.add(9, max_tokens=9), bed.step(), bed.step(), bed.step()
-    bed.abort("r0"), bed.step()
-    assert bed.pools.tree_cache.evictable_size() == 9 + 2
-    bed.add(12, same_as="r0")
-    assert bed.step().output.hits == {"r1": 9}
-    bed.drain()
 
 
 def test_what_was_in_flight_when_its_request_was_aborted_is_not_shared() -> None:
@@ -222,66 +168,3 @@ def test_the_invariants_notice(fault: str) -> None:
     FAULTS[fault](bed)
     with pytest.raises(AssertionError):
         bed.scheduler.check_invariants()
-
-
-@pytest.mark.parametrize("verb", ["inc_lock_ref", "dec_lock_ref"])
-def test_the_bed_notices_a_wrong_lock_while_its_owner_runs(verb: str) -> None:
-    bed = make_radix_bed()
-    bed.add(4, max_tokens=6), bed.step()
-    getattr(bed.pools.tree_cache, verb)(bed.reqs["r0"].last_node)
-    with pytest.raises(AssertionError, match="locks for"):
-        bed.step()
-
-
-# --- what the bed notices ---------------------------------------------------------------------------------------------
-
-
-class FreesTooMuch(RadixCache):
-    """Frees the duplicates, and what they duplicate: a page both free and mapped."""
-
-    def _free_duplicates(self, req: Any, slots: np.ndarray, existing: int) -> None:
-        if existing > req.cache_protected_len:
-            mapped = self.match_prefix(req.key, existing).device_indices
-            self.token_to_kv_pool_allocator.free(mapped[req.cache_protected_len :])
-        super()._free_duplicates(req, slots, existing)
-
-
-class KeepsItsOwn(RadixCache):
-    """Frees its duplicates, and lets the request read on where they were."""
-
-    def cache_unfinished_req(self, req: Any) -> None:
-        row = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_committed_len)
-        super().cache_unfinished_req(req)
-        self.req_to_token_pool.write(req.req_pool_idx, 0, row)
-
-
-def without(*verbs: str) -> type[RadixCache]:
-    """A tree in which these methods do nothing."""
-    return type("Without", (RadixCache,), dict.fromkeys(verbs, lambda self, *arguments: None))
-
-
-BROKEN: dict[str, type[RadixCache]] = {
-    "shares between namespaces": ForgetsSalts,
-    "frees too much": FreesTooMuch,
-    "keeps its own": KeepsItsOwn,
-    "never unlocks": without("dec_lock_ref"),
-    "evicts what is locked": without("inc_lock_ref", "dec_lock_ref"),
-}
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_the_bed_notices_a_cache_that_is_broken(fault: str) -> None:
-    bed = make_radix_bed(num_tokens=40, max_num_seqs=3, cache_class=BROKEN[fault])
-
-    def serve() -> None:
-        bed.add(9, max_tokens=8, repetition_penalty=1.2), bed.add(9, same_as="r0", max_tokens=4)
-        for _ in range(3):
-            bed.step()
-        bed.add(9, same_as="r0", max_tokens=4, extra_key="another", seed=1)
-        bed.drain()
-        for _ in range(3):
-            bed.add(20, max_tokens=6)
-        bed.drain()
-
-    with pytest.raises((AssertionError, PoolError)):
-        serve()

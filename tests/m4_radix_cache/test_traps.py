@@ -57,26 +57,6 @@ def test_two_requests_with_one_prefix_in_one_batch_own_every_page_once(
 # --- a prompt that is cached whole ------------------------------------------------------------------------------------
 
 
-@SHARING
-@pytest.mark.parametrize(("page_size", "length"), [(1, 1), (1, 5), (1, 12), (4, 5), (4, 13)])
-def test_of_a_prompt_that_is_cached_whole_one_token_is_computed(
-    make_engine: MakeEngine, m1: Any, cache: str, page_size: int, length: int
-) -> None:
-    engine, params = make_engine(**setting(page_size=page_size, cache=cache)), greedy(9)
-    prompt = prompt_of(length)
-    wanted = m1.generate(prompt, params).token_ids
-    assert engine.generate(prompt, params).token_ids == wanted
-    recorder = Recorder(engine.tracer)
-    engine.add_request(prompt, params, request_id="again")
-    engine.add_request(prompt_of(7, 1), params, request_id="other")  # together with one that computes more
-    outputs = run(engine)
-    (batch,) = [event for event in recorder.events("batch") if event.mode == "extend"]
-    assert dict(zip(batch.rids, batch.extend_lens, strict=True)) == {"again": 1, "other": 7}
-    assert outputs["again"].token_ids == wanted
-    assert outputs["again"].metrics.cached_tokens == length - 1
-    assert engine.stats().num_prompt_tokens == length + 1 + 7
-
-
 def test_whoever_only_looks_splits_nothing_that_nobody_parts_from(make_engine: MakeEngine) -> None:
     """The beginning of a cached prompt, in whole pages. The policy may look no further than the request may go."""
     engine = make_engine(**setting(page_size=4))
@@ -135,20 +115,6 @@ def test_the_cache_keeps_prompt_and_output_and_nothing_after_a_stop(
     assert engine.stats().evictable_size == kept
     assert cached_len(engine, [*prompt, *free.token_ids]) == kept
     check_drained(engine)
-
-
-@SHARING
-def test_a_request_finds_nothing_under_another_salt(make_engine: MakeEngine, m1: Any, cache: str) -> None:
-    engine, prompt, params = make_engine(**setting(page_size=1, cache=cache)), prompt_of(12), greedy(3)
-    wanted = m1.generate(prompt, params).token_ids
-    found = []
-    for salt in (None, "a", "b", None, "a", "b", ""):
-        options = {"cache_salt": salt} if salt else {}
-        output = engine.generate(prompt, params, **options)
-        assert output.token_ids == wanted
-        found.append(output.metrics.cached_tokens)
-    assert found == [0, 0, 0, 11, 11, 11, 11]
-    assert engine.stats().evictable_size == 3 * 14, "each namespace has its own"
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
