@@ -7,18 +7,14 @@ each request what its KV would hold, and refuses to read what was never written.
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from transformers import Qwen3Config
 
-from m1_single_request import ModelConfig, SamplingParams
+from m1_single_request import SamplingParams
 from m1_single_request.detokenizer import IncrementalDetokenizer
-from m1_single_request.model_loader import LoadedModel
 from m1_single_request.request import Request, Sequence as TokenSequence
-from m2_continuous_batching.input_batch import InputBatch, prepare_inputs_from_scheduler_output
-from m2_continuous_batching.outputs import BatchUsage
+from m2_continuous_batching.input_batch import prepare_inputs_from_scheduler_output
 from m2_continuous_batching.scheduler_output import SchedulerOutput
 
 VOCAB_SIZE = 128
@@ -62,12 +58,6 @@ def answer(
 class FakeTokenizer:
     """A token is a character of ASCII."""
 
-    chat_template = None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The characters' numbers; what is not ASCII becomes a question mark."""
-        return list(text.encode("ascii", errors="replace"))
-
     def decode(self, ids: Iterable[int], **_: object) -> str:
         return bytes(ids).decode("ascii")
 
@@ -86,28 +76,6 @@ def make_request(
     return request_class(request_id, None, sequence, seed, 0.0)
 
 
-def fake_model_loader(max_model_len: int = 256) -> Any:
-    """A `model_loader` part for an engine that has a `FakeRunner`: all of a model but the model."""
-
-    def load(config: ModelConfig) -> LoadedModel:
-        return LoadedModel(
-            name="fake",
-            architecture="Qwen3ForCausalLM",
-            config=Qwen3Config(vocab_size=VOCAB_SIZE),
-            model=None,
-            tokenizer=FakeTokenizer(),  # type: ignore[arg-type]
-            device=CPU,
-            dtype=torch.float32,
-            named_dtype=torch.float32,
-            eos_token_ids=frozenset({EOS}),
-            max_model_len=max_model_len,
-            num_parameters=0,
-            weight_bytes=0,
-        )
-
-    return load
-
-
 # --- the runner -------------------------------------------------------------------------------------------------------
 
 
@@ -121,35 +89,23 @@ class Row(NamedTuple):
     num_logits: int = 1
 
 
-def rows_of_batch(batch: InputBatch) -> list[Row]:
-    """The rows of a batch."""
+def rows_of(scheduler_output: SchedulerOutput) -> list[Row]:
+    """The rows of a decision, on the way that the engine takes."""
+    batch = prepare_inputs_from_scheduler_output(scheduler_output)
     columns = (batch.req_ids, batch.token_ids, batch.start_positions, batch.block_ids, batch.num_logits)
     return [Row(*values) for values in zip(*columns, strict=True)]
 
 
-def rows_of(scheduler_output: SchedulerOutput) -> list[Row]:
-    """The rows of a decision, on the way that the engine takes."""
-    return rows_of_batch(prepare_inputs_from_scheduler_output(scheduler_output))
-
-
 class FakeRunner:
-    """Follows the rule. It is a `model_runner` and an executor, too: the engine core runs on it as on a real one.
+    """Follows the rule. A milestone with another kind of batch turns it into rows and calls `run`."""
 
-    A milestone with another kind of batch turns it into rows and calls `run`.
-    """
-
-    kv_bytes_per_token = 1
-
-    def __init__(self, **parts: Any) -> None:
-        """`parts` are those of any model runner, and not needed."""
+    def __init__(self) -> None:
         self.states: dict[str, list[int]] = {}  # of each request: the rule's state after 0, 1, 2, ... tokens with KV
         self.owners: dict[int, str] = {}  # of each block
-        self.num_tokens = 0  # in the last batch
 
     def run(self, rows: Iterable[Row]) -> dict[str, list[int]]:
         """The tokens that follow each row's last `num_logits` tokens, by request id."""
         said: dict[str, list[int]] = {}
-        self.num_tokens = 0
         for row in rows:
             assert row.req_id not in said, f"{row.req_id} has two rows"
             assert row.token_ids, f"{row.req_id} has an empty row"
@@ -162,22 +118,12 @@ class FakeRunner:
             for token_id in row.token_ids:
                 states.append(after(states[-1], token_id))
             said[row.req_id] = [letter(state) for state in states[-row.num_logits :]]
-            self.num_tokens += len(row.token_ids)
         return said
-
-    def execute_model_batch(self, input_batch: InputBatch) -> dict[str, Tensor]:
-        """Logits by request id: 1 for what the rule says, 0 for all else. float32 `[num_logits, vocab]`."""
-        said = self.run(rows_of_batch(input_batch))
-        return {rid: torch.eye(VOCAB_SIZE)[tokens] for rid, tokens in said.items()}
 
     def free_request_cache(self, request_id: str) -> None:
         """Forget a request; nothing happens if it is unknown."""
         if self.states.pop(request_id, None) is not None:
             self.owners = {block: owner for block, owner in self.owners.items() if owner != request_id}
-
-    def clear_kv_caches(self) -> None:
-        self.states.clear()
-        self.owners.clear()
 
     def held_request_ids(self) -> list[str]:
         return list(self.states)
@@ -186,14 +132,9 @@ class FakeRunner:
         """Whether nothing is left of any request."""
         return not self.states and not self.owners
 
-    def num_kv_tokens(self, request_id: str | None = None) -> int:
-        """Tokens that have KV: of one request, or of all."""
-        held = self.states.values() if request_id is None else [self.states.get(request_id, [0])]
-        return sum(len(states) - 1 for states in held)
-
-    def usage(self) -> BatchUsage:
-        used = self.num_kv_tokens()
-        return BatchUsage(self.num_tokens, padded_tokens=0, kv_bytes_reserved=used, kv_bytes_used=used)
+    def num_kv_tokens(self, request_id: str) -> int:
+        """Tokens of a request that have KV."""
+        return len(self.states.get(request_id, [0])) - 1
 
     def _take_blocks(self, row: Row) -> None:
         for block in row.new_block_ids:

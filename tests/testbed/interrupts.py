@@ -13,13 +13,6 @@ class Interrupt:
     where: str | None = None
     """The line before which it came; None: the code ended first."""
 
-    inside: tuple[str, ...] = ()
-    """The functions that were under way, innermost first."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        """All lines that were reached, in order."""
-
 
 @contextmanager
 def interrupted(before_line: int, modules: Collection[ModuleType]) -> Iterator[Interrupt]:
@@ -38,10 +31,8 @@ def interrupted(before_line: int, modules: Collection[ModuleType]) -> Iterator[I
         nonlocal left
         if event == "line":
             left -= 1
-            interrupt.lines.append(f"{frame.f_code.co_qualname}, line {frame.f_lineno}")
             if left == 0:
-                interrupt.where = interrupt.lines[-1]
-                interrupt.inside = tuple(one.f_code.co_qualname for one in _and_callers(frame))
+                interrupt.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
                 raise KeyboardInterrupt
         return trace_lines
 
@@ -57,9 +48,3 @@ def interrupted(before_line: int, modules: Collection[ModuleType]) -> Iterator[I
             raise
     finally:
         sys.settrace(before)
-
-
-def _and_callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

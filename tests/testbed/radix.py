@@ -8,7 +8,7 @@
 A step does what the engine core's does, in the same order. Requests come in and go out through `RequestFamilies`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,10 +241,3 @@ def make_radix_bed(
             scheduler, bed.runner, config=config, max_model_len=max_model_len, honest_policy=preemption is None
         )
     return bed
-
-
-def run_all(bed: RadixBed, prompts: Iterable[int], max_tokens: int = 4) -> dict[str, str]:
-    """Add prompts of these lengths, and step until all have ended."""
-    for prompt in prompts:
-        bed.add(prompt, max_tokens)
-    return bed.drain()
