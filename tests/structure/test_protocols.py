@@ -27,27 +27,13 @@ def fits(name: str, base: str = "") -> str:
 
 
 WRONG = {
-    "a Protocol that nothing fits": ROLE + USER,
     "a Protocol that one class fits": ROLE + USER + fits("A"),
     "a second class that lacks a method": ROLE + USER + fits("A") + "class B:\n    size: int\n",
-    "a second class that lacks an attribute": ROLE + USER + fits("A") + "class B:\n    def f(self): return 1\n",
     "a descendant that changes nothing": ROLE + USER + fits("A") + "class B(A): pass\n",
     "a Protocol that another extends": ROLE + USER + fits("A") + "class B(Role, Protocol):\n    size: int\n",
-    "an ABC without descendants": BASE + USER,
-    "an ABC with one": BASE + USER + fits("A", "(Role)"),
     "an ABC and a class that only looks like it": BASE + USER + fits("A", "(Role)") + fits("B"),
     "a call that one function fits": CALLED + USER + "def a(x: int) -> str: ...\ndef b(x: str) -> str: ...\n",
     "the face that hands on": ROLE + USER + fits("A") + fits("LLMEngine"),
-}
-RIGHT = {
-    "two classes": ROLE + USER + fits("A") + fits("B"),
-    "a descendant that differs": ROLE + USER + fits("A") + "class B(A):\n    def f(self): return 2\n",
-    "two that derive from it": ROLE + USER + fits("A", "(Role)") + fits("B", "(Role)"),
-    "two of an ABC": BASE + USER + fits("A", "(Role)") + fits("B", "(Role)"),
-    "a function and a class": CALLED
-    + USER
-    + "def a(x: int) -> str: ...\nclass B:\n    def __call__(self, x: int) -> str: ...\n",
-    "no role at all": fits("A"),
 }
 
 
@@ -56,19 +42,9 @@ def test_a_role_without_two_implementations_is_found(code: str) -> None:
     assert " Role has " in names(code)[0]
 
 
-@pytest.mark.parametrize("code", RIGHT.values(), ids=RIGHT)
-def test_a_role_with_two_implementations_is_fine(code: str) -> None:
-    assert names(code) == []
-
-
 def test_a_later_milestone_may_bring_the_second_one() -> None:
     assert names(ROLE + USER + fits("A")) == ["the Protocol Role has 1 implementations: A"]
     assert names(ROLE + USER + fits("A"), later=fits("B")) == []
-
-
-def test_an_earlier_milestone_brings_the_first_one() -> None:
-    later = "from typing import Protocol\nclass Later(Protocol):\n    def f(self): ...\ndef use(x: Later): ...\n"
-    assert names(fits("A") + "Role = 1\n", later + fits("B")) == []
 
 
 def test_a_role_that_nobody_names_is_found() -> None:
