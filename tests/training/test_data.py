@@ -7,10 +7,9 @@ import pytest
 
 from training import skills
 from training.explain import questions
-from training.loop import IGNORE
-from training.recipe import TOKENS_PER_STEP, Recipe, encode
+from training.recipe import Recipe, encode
 from training.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer
-from training.words import all_words, word_lists
+from training.words import all_words
 
 
 @pytest.fixture(scope="module")
@@ -82,39 +81,3 @@ def test_pieces_tokenise_like_the_whole_text(tokenizer, progress):
             pieces = make(rng, max(0.1, progress))
             whole = tokenizer.encode("".join(piece.text for piece in pieces), add_special_tokens=False)
             assert [token for token, _ in encode(tokenizer, pieces)] == whole
-
-
-def test_the_loss_is_taken_on_what_the_assistant_says_and_nothing_else():
-    pieces = skills.chat([("Q", "A")], system="S")
-    assert [piece.text for piece in pieces if piece.learned] == ["A<|im_end|>"]
-
-
-def test_the_batches_of_a_step_depend_on_the_step_alone(tokenizer):
-    first, second = Recipe(tokenizer, steps=100), Recipe(tokenizer, steps=100)
-    second(3)  # asking for another step in between changes nothing
-    for step in (0, 50, 99):
-        for one, again in zip(first(step), second(step), strict=True):
-            assert one.input_ids.equal(again.input_ids) and one.labels.equal(again.labels)
-
-
-def test_a_step_has_its_tokens_and_labels_only_where_ids_stand(tokenizer):
-    batches = Recipe(tokenizer, steps=100)(60)
-    assert sum((batch.labels != IGNORE).sum() for batch in batches) > 0
-    for ids, labels, _ in batches:
-        assert ids.numel() <= 2 * TOKENS_PER_STEP
-        assert labels[labels != IGNORE].equal(ids[labels != IGNORE])
-
-
-def test_facts_have_different_keys_and_four_digits():
-    codes = skills.facts(Random(1), 44)
-    assert len(codes) == 44 and set(codes) <= set(word_lists()["nouns"])
-    assert all(re.fullmatch(r"\d{4}", code) for code in codes.values())
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("length", [1, 5, 30, 60])
-def test_a_text_to_repeat_is_about_as_long_as_asked(tokenizer, length):
-    """A single word may be longer than a very short text should be, and a capital may cost one token more."""
-    rng = Random(length)
-    for _ in range(50):
-        assert 0 < len(tokenizer.encode(skills.repeat_text(rng, length, tokenizer))) <= max(length + 1, 12)

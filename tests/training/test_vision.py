@@ -34,7 +34,7 @@ from training.scoring import Answering, Case, Score, ask
 from training.vision_checkpoint import TOKENIZER_FILES, save_vision_checkpoint
 from training.vision_recipe import VisionRecipe, see
 from training.vision_skills import Looked, Turn, patches, still
-from training.vision_tower import ASKED, THINGS, answers_of, squares_of, train_tower
+from training.vision_tower import ASKED, answers_of, train_tower
 
 DIALOGUES = (vision_skills.picture_dialogue, vision_skills.compare_dialogue, vision_skills.clip_dialogue)
 
@@ -139,30 +139,6 @@ def test_pictures_show_what_the_generator_says_that_it_drew():
         assert read(scene.pixels) == list(scene.things), seed
 
 
-def test_things_stay_inside_their_cells_and_inside_the_picture():
-    """To the pixel: an edge between two pixels colours both."""
-    for seed in range(150):
-        scene = scenes.random_scene(Random(seed))
-        height, width = scene.pixels.shape[:2]
-        outside = covered(scene.pixels) > 0
-        for thing in scene.things:
-            row, column = divmod(CELLS.index(thing.cell), 3)
-            top, left = max(0, row * height // 3 - 1), max(0, column * width // 3 - 1)
-            outside[top : (row + 1) * height // 3 + 2, left : (column + 1) * width // 3 + 2] = False
-        assert not outside.any(), seed
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_every_size_colour_shape_and_cell_looks_different(seed):
-    looks = {}
-    for size in SIZES:
-        for color in COLORS:
-            for shape in SHAPES:
-                for cell in CELLS[::4]:
-                    looks[size, color, shape, cell] = picture(Thing(size, color, shape, cell), seed).tobytes()
-    assert len(set(looks.values())) == len(looks) == 2 * 8 * 6 * 3
-
-
 def test_a_clip_shows_its_thing_where_its_motion_takes_it():
     for seed in range(60):
         clip = scenes.random_clip(Random(seed))
@@ -177,14 +153,6 @@ def test_a_clip_shows_its_thing_where_its_motion_takes_it():
         assert [name for name, holds in straight.items() if holds] == [way], seed
         inside = clip.frames[0][covered(clip.frames[0]) == covered(clip.frames[0]).max()].mean(0)
         assert np.abs(inside - COLORS[clip.thing.color]).sum() < 3
-
-
-def test_the_frames_of_a_clip_come_in_pairs_two_a_second():
-    for seed in range(30):
-        clip = scenes.random_clip(Random(seed))
-        assert len(clip.frames) == len(clip.seconds) in (4, 6, 8) and clip.seconds[0] == 0
-        assert clip.seconds == tuple(sorted(clip.seconds))
-        assert np.diff(clip.seconds).mean() == pytest.approx(0.5, abs=0.17)
 
 
 @pytest.mark.exhaustive
@@ -360,13 +328,6 @@ def test_a_batch_runs_and_teaches_the_tower_by_what_the_assistant_says_alone(ran
     assert [name for name, grad in tower.items() if not grad.abs().sum() > 0] == []
 
 
-def test_the_loss_is_taken_on_what_the_assistant_says_and_nothing_else(tokenizer):
-    looked, turns = vision_skills.picture_dialogue(Random(5))
-    batch = see(tokenizer, [(looked, encode(tokenizer, rendered(looked, turns, system="Be brief.")))])
-    learned = batch.labels[batch.labels != IGNORE]
-    assert tokenizer.decode(learned) == "".join(f"{turn.answer}<|im_end|>" for turn in turns)
-
-
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 
@@ -384,11 +345,6 @@ def test_the_batches_that_trained_the_checkpoint_are_still_the_same(tokenizer):
     recipe = VisionRecipe(tokenizer, steps=tiny_qwen3_vl.STEPS)
     assert tiny_qwen3_vl.STEPS == 2400
     assert digest_of(recipe, range(0, 2400, 200)) == "8f8b5079ba7201e367912fc391b4c777860d5073b71a30c72b9e8be95f63a333"
-
-
-def test_text_without_pictures_is_learned_too(tokenizer):
-    recipe = VisionRecipe(tokenizer, steps=100)
-    assert 0.1 < recipe.text_share([50, 51, 52]) < 0.5
 
 
 # --- the directory ----------------------------------------------------------------------------------------------------
@@ -648,15 +604,6 @@ def test_a_thing_is_asked_for_where_its_middle_is_drawn(size):
         assert abs(columns.mean() + 0.5 - x) < 1 and abs(rows.mean() + 0.5 - y) < 1
         [square] = answers_of(scene).any(1).nonzero().tolist()
         assert divmod(square[0], size[0] // 32) == (int(y) // 32, int(x) // 32)
-
-
-def test_the_squares_of_a_step_are_those_of_its_pictures():
-    [squares], [again] = squares_of(3), squares_of(3)
-    assert squares.pixels.equal(again.pixels) and squares.answers.equal(again.answers)
-    assert len(squares.pixels) == squares.grids.prod(1).sum() == 4 * len(squares.answers)
-    per_picture = [part[:, 0].bool().sum() for part in squares.answers.split((squares.grids.prod(1) // 4).tolist())]
-    assert min(per_picture) >= THINGS[0] and max(per_picture) <= THINGS[1]
-    assert len(squares.grids.unique(dim=0)) > 2, "pictures of several sizes"
 
 
 @pytest.mark.exhaustive
