@@ -617,14 +617,6 @@ def test_the_summary_names_a_few_requests_of_a_large_step_and_counts_the_others(
     ]
 
 
-def test_the_summary_shows_what_came_between_two_steps_in_the_line_of_the_second() -> None:
-    between = Arrival(rid="a")
-    records = [record(STEP, step=3), record(between, step=3), record(PREFILL, step=4), record(STEP, step=4)]
-    first, second = printed(records, verbose=False).splitlines()
-    assert "comes" not in first
-    assert second.startswith("step    4  a comes  prefill")
-
-
 # --- readers from the configuration -----------------------------------------------------------------------------------
 
 

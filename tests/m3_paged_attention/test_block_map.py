@@ -125,17 +125,6 @@ def test_steps_that_interleave_have_their_own_decisions() -> None:
     ]
 
 
-def test_a_fork_shares_blocks_and_a_copy_parts_them() -> None:
-    fork, copy = heard(
-        (added("a"), added("b"), admit("a"), got("a", 1, 2), forked("b", "a", 1, 2), admit("b", "fork"), batch(a=6)),
-        (copied("a", 2, 3), batch(a=7, b=6)),
-    ).frames
-    assert (fork.num_used, fork.num_shared) == (2, 2)
-    assert cells(fork) == {1: (("a", "b"), 4), 2: (("a", "b"), 2)}
-    assert (copy.num_used, copy.num_shared, copy.tables) == (3, 1, {"a": (1, 3), "b": (1, 2)})
-    assert cells(copy) == {1: (("a", "b"), 4), 2: (("b",), 2), 3: (("a",), 3)}
-
-
 def test_the_holders_of_a_block_stand_in_the_order_of_arrival() -> None:
     block_map = heard((added("z"), added("a"), got("a", 1), forked("z", "a", 1)))
     assert block_map.frames[0].blocks[0].holders == ("z", "a")
@@ -145,17 +134,6 @@ def test_a_request_that_ends_leaves_its_blocks() -> None:
     (frame,) = heard((*START, freed("a", 1, 2), ended("a"))).frames
     assert frame.tables == {"b": (3, 4)} and frame.waiting == {}
     assert frame.requests == ("a", "b"), "it keeps its place"
-
-
-def test_a_preempted_request_waits_in_front() -> None:
-    before, lost, back = heard(
-        (*START, added("c")),
-        (freed("b", 3, 4), preempted("b"), batch(a=7)),
-        (admit("b", said=2, extend=8), got("b", 6, 7), batch(a=8, b=8)),
-    ).frames
-    assert before.waiting == {"c": "waits"}
-    assert (list(lost.waiting.items()), lost.tables) == ([("b", "preempted"), ("c", "waits")], {"a": (1, 2)})
-    assert (back.waiting, back.tables) == ({"c": "waits"}, {"a": (1, 2), "b": (6, 7)})
 
 
 def test_a_swapped_request_holds_blocks_on_the_host_and_comes_back_with_its_tokens() -> None:
