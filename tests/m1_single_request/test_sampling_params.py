@@ -124,7 +124,7 @@ def test_unknown_parameters_and_positional_ones_are_errors() -> None:
 BOUNDARIES: dict[str, list[Any]] = {
     "max_tokens": [1, 2**63 - 1],
     "min_tokens": [0, 1, 128],
-    "temperature": [0, 0.0, 1, 1e-9, 1e-5, 2.5, 1000, 10**300, 10**22, np.float64(0.5)],
+    "temperature": [0, 0.0, 1, 1e-9, 1e-5, 2.5, 1000, int(1e300), 10**22, np.float64(0.5)],
     "top_k": [-1, 1, 2**63 - 1],
     "top_p": [1, 1.0, 1e-9, 0.5],
     "min_p": [0, 0.0, 1, 1.0],

@@ -95,6 +95,9 @@ EXAMPLES: dict[str, Example] = {
         ["one ", "EN", "Dless"], {"stop": "END", **INCLUDED}, 3, string("END"), "one END",
     ),
     "of two strings the one that ends first wins": (["abcdef"], {"stop": ["cde", "b"]}, 1, string("b"), "a"),
+    "of two that end together the longer wins": (
+        ["xxab", "cd"], {"stop": ["cd", "abcd", "bcd"]}, 2, string("abcd"), "xx",
+    ),
     "skipped special tokens match no string": (
         ["a", "<end>", "b"], {"stop": "<end>", "ignore_eos": True}, 3, None, "ab",
     ),
