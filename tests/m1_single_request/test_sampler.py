@@ -102,20 +102,35 @@ def test_any_row_draws_from_the_distribution_of_the_oracle(
 
 
 KEPT: list[tuple[list[float], dict[str, Any], set[int]]] = [
-    *[(FOUR, {"top_p": top_p}, {0}) for top_p in (1e-300, 1e-9)],
+    (FOUR, {}, {0, 1, 2, 3}),
+    # top_p keeps the fewest tokens that reach it
+    *[(FOUR, {"top_p": top_p}, {0}) for top_p in (1e-300, 1e-9, 0.39)],
+    *[(FOUR, {"top_p": top_p}, {0, 1}) for top_p in (0.41, 0.69)],
+    (FOUR, {"top_p": 0.71}, {0, 1, 2}),
+    (FOUR, {"top_p": 0.95}, {0, 1, 2, 3}),
     # equal logits have shares that are exact numbers: no further token is kept
     ([0.0] * 2, {"top_p": 0.5}, {0}),
     ([0.0] * 4, {"top_p": 0.25}, {0}),
     ([0.0] * 4, {"top_p": 0.75}, {0, 1, 2}),
-    # min_p drops no token that is as likely as the best
+    # min_p drops tokens that are less likely than its share of the best, and no equal one
+    (FOUR, {"min_p": 0.2}, {0, 1, 2, 3}),
+    (FOUR, {"min_p": 0.3}, {0, 1, 2}),
+    (FOUR, {"min_p": 0.6}, {0, 1}),
+    (FOUR, {"min_p": 1.0}, {0}),
     ([1.0, 1.0, 0.0, 1.0], {"min_p": 1.0}, {0, 1, 3}),
-    # top_k keeps of equal ones the lowest ids
+    # top_k keeps exactly the k best, of equal ones the lowest ids
+    *[(FOUR, {"top_k": k}, set(range(k))) for k in (1, 2, 3, 4)],
+    (FOUR, {"top_k": 99}, {0, 1, 2, 3}),
     ([1.0, 3.0, 1.0, 1.0, 2.0], {"top_k": 3}, {0, 1, 4}),
     ([0.0] * 6, {"top_k": 2}, {0, 1}),
     # each filter acts on what the one before left: of .4 and .3 the first has .57
     (FOUR, {"top_k": 2, "top_p": 0.5}, {0}),
+    (FOUR, {"top_p": 0.5}, {0, 1}),
+    (FOUR, {"min_p": 0.6, "top_p": 0.5}, {0}),
     # temperature acts before the filters
+    (FOUR, {"top_p": 0.38}, {0}),
     (FOUR, {"top_p": 0.38, "temperature": 2.0}, {0, 1}),
+    (FOUR, {"min_p": 0.3, "temperature": 2.0}, {0, 1, 2, 3}),
 ]
 
 
@@ -201,6 +216,53 @@ def test_a_row_without_a_single_possible_token_is_named_and_harms_no_other(tempe
     assert alone.impossible_rows == ()
     assert (mixed.token_ids[0], mixed.token_ids[2]) == alone.token_ids
     assert (mixed.logprobs[0], mixed.logprobs[2]) == alone.logprobs
+
+
+# --- penalties and bias -----------------------------------------------------------------------------------------------
+
+LAST = 0.0  # the last token is in no history: the others are measured against it
+
+
+@pytest.mark.parametrize(
+    ("logits", "settings", "expected"),
+    [
+        # repetition divides positive and multiplies negative logits of prompt and output, once; below one it encourages
+        (
+            [2.0, -1.0, 1.0, -0.5, 1.0],
+            {"prompt": [0, 1], "output": [2, 3, 3], "repetition_penalty": 2.0},
+            [1.0, -2.0, 0.5, -1.0, 1.0],
+        ),
+        ([0.5, -1.0, 1.0], {"prompt": [0, 1], "repetition_penalty": 0.5}, [1.0, -0.5, 1.0]),
+        # frequency and presence count the output only, presence once
+        ([1.0, 1.0, 1.0], {"prompt": [0, 0, 1], "output": [1, 2, 2], "frequency_penalty": 1.0}, [1.0, 0.0, -1.0]),
+        ([1.0, 1.0, 1.0], {"prompt": [0, 0, 1], "output": [1, 2, 2], "presence_penalty": 1.0}, [1.0, 0.0, 0.0]),
+        # repetition acts before the others: the other way round it would be (2 - 0.75) / 2 = 0.625
+        (
+            [2.0],
+            {"output": [0], "repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25},
+            [0.25],
+        ),
+        # a bias acts before the penalties: the other way round it would be 1 / 2 + 1 = 1.5
+        ([1.0], {"output": [0], "repetition_penalty": 2.0, "logit_bias": {0: 1.0}}, [1.0]),
+    ],
+)
+def test_penalties_change_the_logits(logits: list[float], settings: dict[str, Any], expected: list[float]) -> None:
+    shares = measured_distribution([*logits, LAST], row(temperature=1.0, **settings), num=200_000)
+    assert [math.log(share / shares[-1]) for share in shares[:-1]] == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_forces_and_bans(temperature: float) -> None:
+    logits = some_logits(50, seed=6)
+    forced = [row(temperature=temperature, seed=i, logit_bias={3: 100}) for i in range(50)]
+    assert set(sample(logits, forced).token_ids) == {3}
+    banned = [row(temperature=temperature, seed=i, logit_bias=dict.fromkeys(range(11), -100)) for i in range(50)]
+    assert set(sample(logits, banned).token_ids) == {11}
+
+
+def test_no_bias_lifts_the_block_of_min_tokens() -> None:
+    one = row(min_tokens=2, stop_ids=[0], logit_bias={0: 100.0})
+    assert sample([[0.0, 1.0, 2.0]], [one]).token_ids == (2,)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
