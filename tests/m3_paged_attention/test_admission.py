@@ -1,11 +1,11 @@
-"""Admission by example: siblings on shared blocks, and a request that comes back beside one that fails.
+"""Admission by example: siblings on shared blocks.
 
 Every decision and every message is judged in `test_scheduler_properties.py`.
 """
 
 from typing import Any
 
-from tests.testbed.paged import Squeezed, make_paged_bed
+from tests.testbed.paged import make_paged_bed
 
 
 def admitted(bed: Any) -> list[tuple[Any, ...]]:
@@ -41,16 +41,3 @@ def test_a_late_sibling_starts_on_the_blocks_of_one_that_decodes() -> None:
     assert bed.events("admit")[-1].source == "r1/0"
     assert "r1/1 joins on the blocks of r1/0" in bed.events("admit")[-1].explain()
     bed.drain()
-
-
-def test_a_request_is_recomputed_beside_one_that_fails_in_the_same_step() -> None:
-    """One comes back, one fails: as many results as there are requests that merely go on."""
-    bed = make_paged_bed(block_size=4, max_num_seqs=4, kv_manager_class=Squeezed)
-    bed.add(4, max_tokens=9), bed.add(4, max_tokens=9), bed.add(4, max_tokens=9)
-    bed.step()
-    bed.step()
-    bed.scheduler.kv_manager.due = 1  # type: ignore[attr-defined]
-    bed.step()
-    step = bed.step(failing=["r0"])
-    assert step.counts == {"r2": 6, "r1": 1, "r0": 1} and step.ended == {"r0": "error"}
-    assert set(bed.drain().values()) == {"error", "length"}

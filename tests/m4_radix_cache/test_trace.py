@@ -1,7 +1,7 @@
 """What m4's events say is the truth about the cache. Their form is tested for all milestones in `tests/events`.
 
-The trace alone must explain why a request computed as little as it did, and which limit kept others out. Whose each page
-is: the stored trace, and `test_radix_tree_view.py`.
+The trace alone must explain why a request computed as little as it did, and which limit kept others out. Whose each
+page is: the stored trace, and `test_radix_tree_view.py`.
 """
 
 import dataclasses
