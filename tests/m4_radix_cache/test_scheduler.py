@@ -1,4 +1,4 @@
-"""The scheduler of a living batch by example: the expected share of output, hits, aborts and lost steps, invariants.
+"""The scheduler of a living batch by example: hits, aborts and lost steps, invariants.
 
 Every step runs on the test-bed: an oracle reads every slot of KV that a request uses, and every page, lock and count is
 checked. What is asserted here comes on top of `test_scheduler_properties.py`.
@@ -28,19 +28,6 @@ def test_the_ratio_falls_with_every_decode_and_with_nothing_else() -> None:
     bed.add(3), bed.step()
     assert ratio.value == pytest.approx(0.7 - 2 * 0.7 * 0.86 / 600)
     bed.drain()
-
-
-def test_the_ratio_is_measured_anew_after_a_retraction() -> None:
-    """Two requests of four tokens that may become twelve each; eighteen have room, and nothing is kept for later."""
-    bed = make_radix_bed(num_tokens=18, conservativeness=0)
-    bed.add(4, max_tokens=8), bed.step()
-    bed.add(4, max_tokens=8), bed.step()
-    while not bed.retracted():
-        bed.step()
-    said = len(bed.said("r0")) - 1  # the decision was made before its newest token
-    assert bed.scheduler.new_token_ratio.value == min(1.0, (said + 20) / (8 + 1))
-    bed.drain()
-    assert bed.scheduler.new_token_ratio.value == 0.0, "idle: as at the start"
 
 
 # --- what is shared ---------------------------------------------------------------------------------------------------
