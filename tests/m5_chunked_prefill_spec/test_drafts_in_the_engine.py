@@ -14,17 +14,12 @@ from m5_chunked_prefill_spec import LLMEngine, SamplingParams
 from tests.equivalence.traffic import prompt_of
 from tests.m5_chunked_prefill_spec.cached import check_keys
 from tests.m5_chunked_prefill_spec.engines import (
-    Guessing,
     MakeEngine,
     Remembered,
     ask_all,
-    check_drained,
     check_flushed,
-    check_step,
     greedy,
     guessing_engine,
-    scheduler_of,
-    setting,
 )
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]
@@ -146,36 +141,6 @@ def test_an_answer_ends_as_in_m1_and_guesses_behind_its_end_are_in_no_cache(
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("wrong_every", [0, 1, 2, 5])
-def test_a_step_in_flight_has_a_slot_for_every_guess_and_none_for_a_wrong_one_afterwards(
-    make_engine: MakeEngine, m1: Remembered, answers: Answers, page_size: int, wrong_every: int
-) -> None:
-    engine = guessing_engine(make_engine, answers, 7, wrong_every, page_size=page_size)
-    scheduler, execute = scheduler_of(engine), engine.engine_core.executor.execute_model
-    in_flight: list[int] = []
-
-    def looked_at(batch: Any) -> Any:
-        for rid, new in zip(batch.rids, batch.new_lens.tolist(), strict=True):
-            req = scheduler.requests[rid]
-            assert req.kv_allocated_len == req.kv_committed_len + new
-            if batch.spec_info is not None:
-                in_flight.append(new)
-        return execute(batch)
-
-    engine.engine_core.executor.execute_model = looked_at  # type: ignore[method-assign]
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, greedy(LENGTH), request_id=str(i))
-    while engine.has_unfinished_requests():
-        engine.step()
-        check_step(engine)
-        for req in scheduler.running:
-            assert req.kv_allocated_len == req.kv_committed_len == req.seqlen - 1
-    check_drained(engine)
-    assert max(in_flight) == 8
-    check_flushed(engine)
-
-
 def test_without_room_for_guesses_nobody_is_retracted_for_them(make_engine: MakeEngine, answers: Answers) -> None:
     """Two requests fill the memory to the last slot: what is left over for guesses is used, what is not is no loss."""
     tokens = len(PROMPTS[0]) + len(PROMPTS[1]) + 2 * LENGTH
@@ -183,16 +148,6 @@ def test_without_room_for_guesses_nobody_is_retracted_for_them(make_engine: Make
     outputs = ask_all(engine, [(prompt, greedy(LENGTH)) for prompt in PROMPTS[:2]])
     assert [output.token_ids for output in outputs] == [answers[tuple(prompt)] for prompt in PROMPTS[:2]]
     assert engine.stats().num_retractions == 0 and engine.stats().num_accepted_tokens > 0
-
-
-def test_random_guesses_leave_no_trace_in_the_cache(make_engine: MakeEngine, m1: Remembered) -> None:
-    engine = make_engine({"proposer": Guessing}, **setting(8, method="ngram", drafts=7, page_size=1))
-    asked = [(prompt, greedy(LENGTH)) for prompt in PROMPTS]
-    check_ends(all_of(engine, asked), [m1.generate(*one) for one in asked])
-    before = engine.stats().num_cached_tokens
-    again = all_of(engine, asked)
-    check_ends(again, [m1.generate(*one) for one in asked])
-    assert engine.stats().num_cached_tokens - before == sum(len(prompt) - 1 for prompt in PROMPTS)
 
 
 @pytest.mark.parametrize("drafts", [1, 4, 7])
