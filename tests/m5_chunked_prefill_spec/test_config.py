@@ -18,7 +18,6 @@ from m5_chunked_prefill_spec import (
 from m5_chunked_prefill_spec.config import ScheduleName, SpeculativeMethod
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from tests.m5_chunked_prefill_spec.engines import COSTS, MakeEngine, greedy, ids, scheduler_of, setting
-from tests.support.engines import Recorder
 
 
 @pytest.mark.parametrize(
@@ -125,13 +124,6 @@ def test_steps_are_measured_that_are_larger_than_the_longest_request(tiny_direct
 
 
 # --- intake -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_that_is_longer_than_a_step_is_taken_if_it_may_be_cut(make_engine: MakeEngine, m1: Any) -> None:
-    engine = make_engine(**setting(4, 16))
-    recorder = Recorder(engine.tracer)
-    assert engine.generate(ids(70), greedy(4)).token_ids == m1.generate(ids(70), greedy(4)).token_ids
-    assert [cut.given for cut in recorder.events("chunk_cut")] == [16, 16, 16, 16]
 
 
 def test_and_refused_if_not(make_engine: MakeEngine) -> None:

@@ -193,13 +193,3 @@ def test_in_the_trace_of_several_engines_the_origins_are_those_of_the_last_one()
         with LLMEngine(trace_config=TraceConfig(readers=(view,))) as engine:
             engine.generate([5, 6, 7], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
     assert [len(tokens) for tokens in view.tokens.values()] == [4]
-
-
-def test_origins_drawn_from_a_file_are_those_of_the_run(tmp_path: Path) -> None:
-    trace, view, later = tmp_path / "trace.jsonl", TokenOrigins(), TokenOrigins()
-    readers = TraceConfig(readers=(view,), jsonl=trace)
-    with LLMEngine(speculative_config=SpeculativeConfig(method="ngram"), trace_config=readers) as engine:
-        engine.generate([5, 6, 7, 8] * 4, SamplingParams(max_tokens=12, ignore_eos=True))
-    for record in read_trace(trace, "m5_chunked_prefill_spec"):
-        later.read(record)
-    assert later.tokens == view.tokens and sum(map(len, view.tokens.values())) == 12

@@ -212,25 +212,6 @@ def test_what_was_decided_is_not_changed_by_the_runner(
     assert set(changes) == {(False, False), (True, False)}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_behind_a_hit_the_guesses_are_as_good_as_without(make_engine: MakeEngine, page_size: int) -> None:
-    prompt, params = prompt_of(45), greedy(40)
-    engine = make_engine(**setting(page_size=page_size, method="draft_model"))
-    first, second = engine.generate(prompt, params).metrics, engine.generate(prompt, params).metrics
-    engine.generate(prompt, params, speculate=False)
-    engine.flush_cache()
-    engine.generate(prompt, params, speculate=False)  # whoever is not guessed for leaves the draft's KV to others, too
-    third = engine.generate(prompt, params).metrics
-    assert first.cached_tokens == 0 and second.cached_tokens == third.cached_tokens == 44 // page_size * page_size
-    assert 0 < first.num_accepted_tokens < first.num_draft_tokens
-    for after in (second, third):
-        assert (after.num_draft_tokens, after.num_accepted_tokens) == (
-            first.num_draft_tokens,
-            first.num_accepted_tokens,
-        )
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_is_the_target_is_always_right(
     make_engine: MakeEngine, tiny_directory: Path, temperature: float

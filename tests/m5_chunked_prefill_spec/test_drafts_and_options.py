@@ -114,18 +114,6 @@ def test_the_deltas_of_a_stream_are_the_text(
 # --- who is guessed for, and what came of it --------------------------------------------------------------------------
 
 
-def test_requests_with_guesses_and_without_share_every_step(make_engine: MakeEngine, m1: Remembered) -> None:
-    wanted = [m1.generate(prompt, greedy(LENGTH)) for prompt in PROMPTS]
-    engine = guessing_engine(make_engine, known_of(wanted))
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, greedy(LENGTH), request_id=str(i), speculate=i % 2 == 0)
-    outputs = run(engine)
-    for i, right in enumerate(wanted):
-        check_same(outputs[str(i)], right)
-        metrics = outputs[str(i)].metrics
-        assert (metrics.num_draft_tokens > 0) == (metrics.num_accepted_tokens > 0) == (i % 2 == 0)
-
-
 @pytest.mark.parametrize("value", ["yes", 1, None, 0.0, [True]])
 def test_speculate_is_true_or_false(make_engine: MakeEngine, value: Any) -> None:
     engine = make_engine(**setting(method="ngram"))

@@ -63,7 +63,6 @@ ROWS: dict[str, Says] = {
     "lists in lists": lambda reqs, limits: [[[7]] * limit for limit in limits],
     "rows that fail on the way": lambda reqs, limits: [map({}.__getitem__, own) for own in honest(limits)],
 }
-LIES = WITHOUT_ROWS | ROWS
 
 METHODS = ("ngram", "draft_model")
 TRUE = {("draft_model", "unknown ids where nobody makes them")}  # there the draft model makes them
@@ -102,18 +101,17 @@ def check_failed(output: RequestOutput, m1: Remembered, rid: str) -> None:
     assert output.token_ids == m1.generate(PROMPTS[rid], greedy(NUM_TOKENS)).token_ids[: len(output.token_ids)]
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("after", [0, 2])
-@pytest.mark.parametrize(("method", "lie"), [(m, lie) for m in METHODS for lie in LIES if (m, lie) not in TRUE])
-def test_a_proposer_that_returns_no_rows_ends_all_requests_and_one_with_invalid_rows_their_requests(
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("lie", WITHOUT_ROWS)
+def test_a_proposer_that_returns_no_rows_ends_all_requests(
     make_engine: MakeEngine, m1: Remembered, lie: str, after: int, method: str
 ) -> None:
-    engine = make_engine({"proposer": proposer_that(LIES[lie], after=after)}, **setting(method=method))
+    engine = make_engine({"proposer": proposer_that(WITHOUT_ROWS[lie], after=after)}, **setting(method=method))
     submit(engine)
     outputs = run(engine)
-    if lie in ROWS:
-        check_plain(outputs, m1, ["plain"])
-    for rid in "ab" if lie in ROWS else PROMPTS:
+    for rid in PROMPTS:
         check_failed(outputs[rid], m1, rid)
         assert len(outputs[rid].token_ids) > after
     assert engine.generate(PROMPTS["plain"], greedy(3), speculate=False).finish_reason == "length"

@@ -24,7 +24,6 @@ from tests.m5_chunked_prefill_spec.engines import (
     check_drained,
     greedy,
     ids,
-    knowing,
     run,
     setting,
     submit,
@@ -81,25 +80,6 @@ def lying(lie: Callable[[ModelWorkerBatch, ModelRunnerOutput], ModelRunnerOutput
             return lie(batch, output) if len(steps) == step else output
 
     return Liar
-
-
-def one_more(batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
-    """A token more than "a" may get."""
-    place = output.req_ids.index("a")
-    tokens, logprobs = list(output.sampled_token_ids), list(output.logprobs)
-    most = batch.sample_lens[batch.rids.index("a")]
-    tokens[place], logprobs[place] = [5] * (most + 1), [None] * (most + 1)
-    return replace(output, sampled_token_ids=tokens, logprobs=logprobs)
-
-
-def test_more_tokens_than_were_guessed_fail_their_request_alone(make_engine: MakeEngine, m1: Remembered) -> None:
-    answers = {tuple(prompt): m1.generate(prompt, params).token_ids for prompt, params in ASKED.values()}
-    parts = {"proposer": knowing(answers), "model_runner": lying(one_more, 3)}
-    engine = make_engine(parts, **setting(4, 64, method="ngram", drafts=2))
-    submit(engine, ASKED)
-    outputs = run(engine)
-    assert isinstance(outputs["a"].error, PartError) and "in place of 1 to 3 tokens" in str(outputs["a"].error)
-    check_answers(outputs, m1, {rid: asked for rid, asked in ASKED.items() if rid != "a"})
 
 
 def test_a_token_for_half_a_prompt_fails_its_request_alone(make_engine: MakeEngine, m1: Remembered) -> None:

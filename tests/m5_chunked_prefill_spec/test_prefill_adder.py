@@ -171,38 +171,6 @@ def use_up(cache: BasePrefixCache, cached: set[Any], num_pages: int) -> None:
     allocator.alloc(max(allocator.available_size() - num_pages * cache.page_size, 0))
 
 
-# --- whole prompts ----------------------------------------------------------------------------------------------------
-
-
-def test_without_chunks_prompts_are_counted_whole_as_in_m4() -> None:
-    adder = make_adder(make_cache(page_size=4, num_pages=60), tokens=16, is_chunked=False)
-    assert add(adder, make_req(1, [7] * 5, max_tokens=1)) is CONTINUE
-    long = make_req(2, [8] * 9, max_tokens=1)
-    assert add(adder, long) is OTHER and adder.can_run_list[1:] == [] and adder.new_chunked_req is None
-    adder = make_adder(make_cache(num_pages=60), tokens=16, is_chunked=False)
-    grown = make_req(3, [7] * 10, outputs=[1] * 10, max_tokens=12, is_retracted=True)
-    assert add(adder, grown) is OTHER and grown.extend_input_len == 20, "whoever came back longer runs alone"
-
-
-def test_without_chunks_a_prompt_beside_decodes_must_fit_into_what_they_leave_to_the_last_token() -> None:
-    for length, is_taken in ((9, True), (10, True), (11, False)):
-        cache, tracer = make_cache(page_size=4, num_pages=60), Tracer()
-        recorder = Recorder(tracer)
-        adder = make_adder(cache, tokens=10, is_chunked=False, has_whole_step=False, tracer=tracer)
-        req = make_req(1, [7] * length, max_tokens=1)
-        assert add(adder, req) is (CONTINUE if length == 9 else OTHER)
-        assert adder.can_run_list == [req] * is_taken and req.extend_input_len == length
-        assert [event.limit for event in recorder.events("not_admitted")] == ["max_num_batched_tokens"] * (not is_taken)
-        assert cache.protected_size() == 0
-
-
-def test_without_chunks_whoever_came_back_longer_than_a_step_waits_for_one_without_decodes() -> None:
-    for has_whole_step in (False, True):
-        adder = make_adder(make_cache(num_pages=60), tokens=16, is_chunked=False, has_whole_step=has_whole_step)
-        grown = make_req(3, [7] * 10, outputs=[1] * 10, max_tokens=12, is_retracted=True)
-        assert add(adder, grown) is OTHER and adder.can_run_list == [grown] * has_whole_step
-
-
 # --- the trace --------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from m5_chunked_prefill_spec import LLMEngine
 from tests.equivalence import answers
-from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.equivalence.traffic import prompt_of
 from tests.m4_radix_cache.logprobs import RATED, check_rated
@@ -59,21 +58,6 @@ def test_rated_prompts_run_in_pieces_beside_others(
         check_rated(output, m1.generate(prompt, params))
 
 
-def test_a_prompt_retracted_between_pieces_is_rated_from_the_start(
-    make_engine: MakeEngine, m1: Any, cache: str
-) -> None:
-    engine = make_engine({"scheduler": ForcedRetractionInPieces}, **setting(4, 16, cache=cache))
-    recorder = Recorder(engine.tracer)
-    asked = {rid: prompt_of(length, length) for rid, length in {"a": 60, "b": 5, "c": 45}.items()}
-    for rid, prompt in asked.items():
-        engine.add_request(prompt, greedy(8, prompt_logprobs=2, logprobs=1), request_id=rid)
-    outputs = run(engine)
-    lost = [event for event in recorder.events("retract") if not event.num_output_tokens]
-    assert lost, "somebody lost its place with a part of its prompt"
-    for rid, prompt in asked.items():
-        check_rated(outputs[rid], m1.generate(prompt, greedy(8, prompt_logprobs=2, logprobs=1)))
-
-
 def test_once_rated_a_retracted_prompt_is_not_rated_again(make_engine: MakeEngine, m1: Any, cache: str) -> None:
     engine = make_engine({"scheduler": ForcedRetractionInPieces}, **setting(4, 16, cache=cache))
     answers.check_logprobs(engine, m1, lengths=(40, 1, 33, 5, 17, 16), top_k=5, exact_ranks=False)
@@ -90,20 +74,6 @@ def test_an_abort_between_two_pieces_reports_none(make_engine: MakeEngine, steps
     engine.abort_request("a")
     output = run(engine)["a"]
     assert (output.finish_reason, output.token_ids, output.prompt_logprobs) == ("abort", (), None)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_if_the_child_that_rates_is_aborted_another_one_does(make_engine: MakeEngine, m1: Any, steps: int) -> None:
-    engine = make_engine(**setting(4, 16))
-    params = greedy(3, n=2, prompt_logprobs=2)
-    engine.add_request(prompt_of(60), params, request_id="p")
-    for _ in range(steps):
-        engine.step()
-    assert in_pieces(engine) == "p/0"
-    engine.abort_request("p/0")
-    output = run(engine)["p"]
-    wanted = m1.generate(prompt_of(60), greedy(3, prompt_logprobs=2))
-    assert_same_logprobs(output.prompt_logprobs, wanted.prompt_logprobs, exact_ranks=False)
 
 
 def in_pieces(engine: LLMEngine) -> str | None:

@@ -9,7 +9,6 @@ must come as close to it as so many draws can.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -122,20 +121,6 @@ def test_guesses_leave_the_distribution_as_it_is(name: str, is_certain: bool) ->
         kept = sum(run[0] == guess for run, guess in zip(runs, guesses[:, 0].tolist(), strict=True)) / many
         p, q = probs.sum(dim=(1, 2)), DRAFT.first.double().softmax(-1)
         assert kept == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.004 * (MANY / many) ** 0.5)
-
-
-@pytest.mark.exhaustive
-def test_greedy_and_drawn_rows_share_a_step() -> None:
-    drawn, greedy = kind("all"), row_of(prompt=[1, 3], output=[0, 0], **KINDS["penalties"])
-    info = copies_of(drawn, MANY)
-    info.merge_batch(copies_of(greedy, 1000))
-    order = np.random.default_rng(3).permutation(len(info))
-    info.filter_batch(order)
-    guesses, drawn_from = drafts_from(DRAFT, info)
-    runs = verify(info, guesses, drawn_from)
-    for req, is_own in ((drawn, order < MANY), (greedy, order >= MANY)):
-        own, probs = [runs[i] for i in np.flatnonzero(is_own).tolist()], TARGET.probs(req)
-        assert variation(completed(own, probs, seed=1), probs) < (0.01 if req is drawn else 1e-9)
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed.pieces import Guesses, PiecesBed, make_pieces_bed
+from tests.testbed.pieces import PiecesBed, make_pieces_bed
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
 
@@ -124,38 +124,6 @@ def test_the_worked_example() -> None:
     assert (batch.total_tokens, batch.budget, batch.counters()["prompt tokens"]) == (32, 32, 30)
     assert batch.explain().startswith("Mixed batch: 2 decodes + 30 tokens of 1 prompt = 32 of at most 32 tokens.")
     bed.drain()
-
-
-@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
-def test_guesses_and_prompts_share_what_decodes_leave(right: float) -> None:
-    bed = make_pieces_bed(max_num_batched_tokens=20, max_num_seqs=4, guesses=Guesses(8, right=right), num_tokens=1024)
-    bed.add(5, max_tokens=60), bed.add(5, max_tokens=60), bed.step()
-    bed.add(90, max_tokens=1)
-    while "r2" not in bed.ended:
-        decision = bed.step().output
-        assert decision.total <= 20 and sum(decision.draft_lens) <= 9, "half of the 18 at most"
-        assert decision.decodes == ("r0", "r1")
-        if bed.chunked():
-            assert decision.total == 20 and sum(decision.prompts.values()) >= 9
-    bed.drain()
-
-
-# --- prompts first ----------------------------------------------------------------------------------------------------
-
-
-def test_with_prompts_first_whoever_runs_waits_as_long_as_prompts_come() -> None:
-    """The decode is starved; decode_first is there because of it."""
-    said = {}
-    for schedule in ("decode_first", "prefill_first"):
-        bed = make_pieces_bed(schedule=schedule, max_num_batched_tokens=16, max_num_seqs=8)
-        bed.add(5, max_tokens=30), bed.step()
-        for _ in range(6):
-            bed.add(16, max_tokens=1), bed.step()
-        said[schedule] = len(bed.said("r0"))
-        bed.drain()
-        if schedule == "prefill_first":
-            assert modes(bed)[:7] == "EEEEEEE" and "M" not in modes(bed)
-    assert said == {"decode_first": 7, "prefill_first": 1}
 
 
 # --- what is shared ---------------------------------------------------------------------------------------------------
