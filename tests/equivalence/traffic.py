@@ -46,6 +46,10 @@ WIDE_SETTINGS: dict[str, dict[str, Any]] = {
     "drawn from all tokens with penalties": {"temperature": 0.8, "seed": SEED, "repetition_penalty": 1.2},
 }
 """Settings with so many that an answer of some length is cut at a choice that is not clear."""
+RATED_SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy with log-probabilities": {"logprobs": 2, "prompt_logprobs": 1},
+}
+"""Settings with log-probabilities, for engines whose outputs are compared in all fields."""
 SETTINGS = CLEAR_SETTINGS | WIDE_SETTINGS
 
 
@@ -81,7 +85,7 @@ class Ask:
 
     @property
     def params(self) -> SamplingParams:
-        values = SETTINGS[self.setting]
+        values = (SETTINGS | RATED_SETTINGS)[self.setting]
         least = {"min_tokens": min(values.get("min_tokens", 0), self.max_tokens)}
         return SamplingParams(max_tokens=self.max_tokens, n=self.n, **values | least)
 

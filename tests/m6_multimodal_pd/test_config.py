@@ -14,10 +14,10 @@ from m6_multimodal_pd import (
     ModelConfig,
     MultimodalConfig,
     SamplingParams,
+    SchedulerConfig,
 )
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, greedy, runner_of, setting
 from tests.m6_multimodal_pd.seeing import SIDE, asking, picture
-from tests.support.traces import traced
 from tests.support.wrong_values import INFINITE, NAN, Wrong, check_refused, each_of
 
 LIMITS = ("max_items", "max_file_bytes", "max_image_pixels", "max_video_frames", "max_video_pixels")
@@ -33,6 +33,7 @@ WRONG: Wrong = {
     },
     DisaggregationConfig: {"max_message_bytes": (0, 300, 16_383)},
     ModelConfig: {"cuda_graphs": (0, 1, "yes", "auto", NAN)},
+    SchedulerConfig: {"enable_overlap": ("yes", 1, 0.0)},
 }
 
 
@@ -150,14 +151,6 @@ def test_a_request_that_is_exactly_at_its_limits_is_taken(make_engine: MakeEngin
     limits = {"max_items": 2, "max_image_pixels": 576, "embedding_cache_bytes": 9 * 768}
     engine = make_engine(**setting(multimodal=limits))
     assert engine.chat(asking("a", "d"), greedy(1)).finish_reason == "length"
-
-
-def test_the_budget_bounds_what_a_step_encodes(make_engine: MakeEngine) -> None:
-    for budget, runs in ((1000, [39]), (20, [19, 20]), (1, [9, 10, 20])):
-        engine, recorder = traced(make_engine, **setting(page_size=1, multimodal={"encoder_budget": budget}))
-        engine.chat(asking("a", "b", "c", 1), greedy(1))
-        assert [run.num_tokens for run in recorder.events("encoder_run")] == runs
-        assert {run.budget for run in recorder.events("encoder_run")} == {budget}
 
 
 def test_where_prompts_are_whole_all_their_pictures_are_encoded_at_once(make_engine: MakeEngine) -> None:

@@ -22,7 +22,15 @@ from m6_multimodal_pd.model_loader import load_model
 from m6_multimodal_pd.overlap import engine_core
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
-from tests.equivalence.traffic import CLEAR_SETTINGS, WIDE_SETTINGS, Ask, SharingAsk, asks_of, serve
+from tests.equivalence.traffic import (
+    CLEAR_SETTINGS,
+    RATED_SETTINGS,
+    WIDE_SETTINGS,
+    Ask,
+    SharingAsk,
+    asks_of,
+    serve,
+)
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, setting
 from tests.m6_multimodal_pd.recorded_graphs import (
     RecordedGraph,
@@ -38,7 +46,7 @@ from tests.support.engines import EngineMaker
 
 TEXTS = asks_of(
     [1, 2, 5, 9, 16, 17, 30, 48],
-    [*CLEAR_SETTINGS, *WIDE_SETTINGS],
+    [*CLEAR_SETTINGS, *WIDE_SETTINGS, *RATED_SETTINGS],
     n=st.sampled_from([1, 1, 1, 3]),
     arrival=st.integers(0, 6),
     patience=st.none() | st.none() | st.integers(0, 9),
@@ -150,9 +158,7 @@ NEEDS = st.fixed_dictionaries(
 def test_overlapped_steps_answer_any_traffic_as_the_normal_loop_does(
     make_engine: MakeEngine, book: None, cache: str, page_size: int, is_forced: bool
 ) -> None:
-    seen = check_any_traffic(make_engine, cache, page_size, is_forced)
-    wanted = ("held", "aborted", "retracted", "in flight") if is_forced else ("held", "aborted")
-    assert min(seen[name] for name in wanted) >= 3, seen
+    check_seen(check_any_traffic(make_engine, cache, page_size, is_forced), is_forced, "held", "aborted")
 
 
 @pytest.mark.hypothesis
@@ -173,23 +179,38 @@ def test_and_so_they_do_where_steps_are_graphs(
     assert seen["held"] >= 1 and sum(graph.num_replays for graph in graphs_of_engines) > 20
 
 
-def check_any_traffic(make: MakeEngine, cache: str, page_size: int, is_forced: bool, most: int = 60) -> "Seen":
-    """Texts and pictures; returns what has happened in the overlapped engines."""
+ANYTHING = st.lists(ASKS | TEXTS | TEXTS, min_size=4, max_size=8) | st.lists(LONG, min_size=5, max_size=8)
+"""Texts and pictures."""
+NO_GUESSES: st.SearchStrategy[dict[str, Any]] = st.just({})
+
+
+def check_any_traffic(
+    make: MakeEngine,
+    cache: str,
+    page_size: int,
+    is_forced: bool,
+    most: int = 60,
+    anything: Any = ANYTHING,
+    guesses: Any = NO_GUESSES,
+) -> "Seen":
+    """Both engines serve `most` lists of requests; returns what has happened in the overlapped ones."""
     seen = Seen()
 
     @settings(max_examples=examples(most))
-    @given(
-        traffic=st.lists(ASKS | TEXTS | TEXTS, min_size=4, max_size=8) | st.lists(LONG, min_size=5, max_size=8),
-        limits=LIMITS,
-        needs=NEEDS,
-        seed=st.integers(0, 1000),
-    )
-    def holds(traffic: list[Ask], limits: dict[str, Any], needs: dict[str, Any], seed: int) -> None:
+    @given(traffic=anything, limits=LIMITS, needs=NEEDS, guesses=guesses, seed=st.integers(0, 1000))
+    def holds(
+        traffic: list[Ask], limits: dict[str, Any], needs: dict[str, Any], guesses: dict[str, Any], seed: int
+    ) -> None:
         LateLauncher.rng = Random(seed)
-        compare(make, traffic, seen, is_forced, cache=cache, page_size=page_size, **limits | needs)
+        compare(make, traffic, seen, is_forced, cache=cache, page_size=page_size, **limits | needs | guesses)
 
     holds()
     return seen
+
+
+def check_seen(seen: "Seen", is_forced: bool, *wanted: str) -> None:
+    """All of it has happened often enough, and retractions where they were forced."""
+    assert min(seen[name] for name in (*wanted, *(("retracted", "in flight") if is_forced else ()))) >= 3, seen
 
 
 @pytest.mark.hypothesis
@@ -200,24 +221,10 @@ def test_drafts_that_are_scheduled_behind_drafts_change_no_token(
     make_drafting: Any, cache: str, page_size: int, is_forced: bool
 ) -> None:
     """Of a draft model. The number of tokens that a step gives is not known when the next one is scheduled."""
-    seen = Seen()
-
-    @settings(max_examples=examples(60))
-    @given(
-        traffic=st.lists(GREEDY_TEXTS, min_size=4, max_size=8),
-        limits=LIMITS,
-        needs=NEEDS,
-        drafts=st.integers(1, 4),
-        seed=st.integers(0, 1000),
-    )
-    def holds(traffic: list[Ask], limits: dict[str, Any], needs: dict[str, Any], drafts: int, seed: int) -> None:
-        LateLauncher.rng = Random(seed)
-        guesses = {"method": "draft_model", "drafts": drafts}
-        compare(make_drafting, traffic, seen, is_forced, cache=cache, page_size=page_size, **limits | needs | guesses)
-
-    holds()
-    wanted = {"held", "aborted", "accepted", "rejected", *(("retracted", "in flight") if is_forced else ())}
-    assert min(seen[name] for name in wanted) >= 3, seen
+    traffic = st.lists(GREEDY_TEXTS, min_size=4, max_size=8)
+    guesses = st.fixed_dictionaries({"method": st.just("draft_model"), "drafts": st.integers(1, 4)})
+    seen = check_any_traffic(make_drafting, cache, page_size, is_forced, anything=traffic, guesses=guesses)
+    check_seen(seen, is_forced, "held", "aborted", "accepted", "rejected")
 
 
 Seen = Counter[str]
