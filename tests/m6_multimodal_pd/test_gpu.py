@@ -94,12 +94,6 @@ def test_overlapped_steps_answer_as_the_normal_loop(seeing_directory: Path, thei
     assert any(event.device_ms > event.waited_ms for _, event in records.of(StepArrived))
 
 
-def test_guesses_of_a_draft_model_are_checked_on_the_device(seeing_directory: Path, their_model: Theirs) -> None:
-    limits = setting(64, method="ngram", tokens=2048, debug=False)
-    with on_gpu(seeing_directory, "auto", **limits) as engine:
-        check_answers(engine, their_model, list(QUESTIONS.values()))
-
-
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 

@@ -48,12 +48,6 @@ def test_every_step_has_a_bucket_whatever_the_largest_is(most: int) -> None:
         assert size - num_tokens < 8 and size < 2 * num_tokens
 
 
-def test_the_sizes() -> None:
-    assert sizes_up_to(8) == [1, 2, 4, 8]
-    assert sizes_up_to(12) == [1, 2, 4, 8, 12]
-    assert sizes_up_to(40) == [1, 2, 4, 8, 16, 24, 32, 40]
-
-
 def test_the_largest_bucket_is_captured_first() -> None:
     """So that the others fit into its memory."""
     buckets = LIMITS.buckets()
@@ -158,15 +152,6 @@ def metadata_of(batch: dict[str, int], context: int = 0) -> AttentionMetadata:
     return AttentionMetadata.build(list(batch.values()), [context] * rows, tables, slots, torch.device("cpu"))
 
 
-def test_padding_after_a_larger_batch_writes_to_no_page_of_a_request(pair: Pair) -> None:
-    """The rows that are padding now were requests in the step before, with slots and lengths."""
-    pair.step({"a": 4, "b": 4, "c": 4, "d": 4, "e": 4})
-    assert pair.step(dict.fromkeys("abcde", WIDTH)) == 1
-    assert pair.step(dict.fromkeys("abc", WIDTH)) == 1  # all KV is compared: that of d and e is as before
-    assert pair.step(dict.fromkeys("abcde", 1)) == 1
-    assert pair.step(dict.fromkeys("abc", 1)) == 1
-
-
 STATIC = ["static"]
 static_only = pytest.mark.parametrize("loaded", STATIC, indirect=True)
 
@@ -224,17 +209,6 @@ def test_addresses_never_change_and_a_replay_allocates_nothing(pair: Pair) -> No
         assert not allocations.names
         assert hidden.data_ptr() == pair.runner.output.data_ptr() and len(hidden) == len(tokens)
     assert addresses(pair.runner) == before
-
-
-@static_only
-@pytest.mark.parametrize("name", ["tokens", "seq_lens", "block_tables"])
-def test_a_buffer_that_moved_is_not_read(pair: Pair, name: str) -> None:
-    """The bug of a real engine: where one of the inputs is made anew, the graph goes on reading the old one."""
-    pair.step({"a": 9, "b": 6, "c": 5})
-    assert pair.step({"a": 1, "b": 1}) == 1
-    setattr(pair.runner.inputs, name, getattr(pair.runner.inputs, name).clone())
-    with pytest.raises(AssertionError):
-        pair.step({"c": 1, "a": 1})
 
 
 @given(st.lists(st.integers(1, WIDTH), min_size=1, max_size=ROWS))

@@ -92,12 +92,9 @@ def test_drafts_are_verified_in_graphs(tiny_directory: Path, graphs_of_engines: 
         assert ask(engine) == list(answers.values())
         stats = engine.stats()
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-        wide = [graph for graph, bucket in zip(graphs_of_engines, buckets_of(engine), strict=True) if bucket.width == 4]
+        buckets = runner_of(engine).kv.step.limits.buckets()
+        wide = [graph for graph, bucket in zip(graphs_of_engines, buckets, strict=True) if bucket.width == 4]
         assert len(wide) == 6 and replayed(wide) > 4
-
-
-def buckets_of(engine: Any) -> list[Any]:
-    return runner_of(engine).kv.step.limits.buckets()
 
 
 def test_a_draft_model_has_graphs_of_its_own(
@@ -211,21 +208,11 @@ def test_an_engine_that_only_computes_prompts_captures_none(
     group = DisaggregationConfig(transport="in_process")
     with serving(tiny_directory, disaggregation_config=group) as (engine, _):
         engines: Any = engine.engine_core.router.links.engines  # type: ignore[attr-defined]
-        steps = {name: runner_of(each).kv.step for name, each in in_group(engines).items()}
+        steps = {name: each.core.executor.worker.model_runner.kv.step for name, each in engines.items()}
         assert steps["prefill-0"] is None and steps["decode-0"] is not None
         outputs = list(engine.generate_batch(PROMPTS, greedy(6)).values())
         assert [output.token_ids for output in outputs] == [m1.generate(p, greedy(6)).token_ids for p in PROMPTS]
         assert replayed(graphs_of_engines) > 0
-
-
-def in_group(engines: Any) -> dict[str, Any]:
-    """Each engine of a group as `runner_of` takes it."""
-
-    class Engine:
-        def __init__(self, core: Any) -> None:
-            self.engine_core = core
-
-    return {name: Engine(each.core) for name, each in engines.items()}
 
 
 # --- what cannot be captured ------------------------------------------------------------------------------------------
