@@ -87,15 +87,33 @@ GRID = [
     for column, budget in enumerate((8, 32, 128))
 ] + [(4, 16, "radix", shape) for shape in SHAPES]
 """A budget of 8 cuts inside pictures."""
+IN_TURN = [pytest.param(*case, False, id=f"{case}") for case in GRID]
+OVERLAPPED = [pytest.param(*case, True, id=f"{case}, overlapped") for case in GRID[::3]]
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("page_size", "budget", "cache", "shape"), GRID, ids=str)
+@pytest.fixture
+def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps overlap, the device is late by a seed."""
+    monkeypatch.setattr(engine_core, "Launcher", LateLauncher)
+    monkeypatch.setattr(LateLauncher, "rng", Random(0))
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize(("page_size", "budget", "cache", "shape", "overlap"), [*IN_TURN, *OVERLAPPED])
 def test_everybody_gets_the_answer_of_one_engine_that_does_everything(
-    seeing_directory: Path, wanted: Answers, stops: Questions, page_size: int, budget: int, cache: str, shape: Any
+    seeing_directory: Path,
+    wanted: Answers,
+    stops: Questions,
+    late_device: None,
+    page_size: int,
+    budget: int,
+    cache: str,
+    shape: Any,
+    overlap: bool,
 ) -> None:
-    limits = setting(8, budget, page_size=page_size, cache=cache)
+    limits = setting(8, budget, page_size=page_size, cache=cache, enable_overlap=overlap)
     with Group(seeing_directory, *shape, **limits) as group:
+        assert not overlap or not any(engine.core.obstacle for engine in group.engines.values())
         group.check_all(wanted, crowd(stops))
         tokens_told(group)
 
@@ -138,32 +156,6 @@ def test_the_draft_models_kv_comes_along(seeing_directory: Path, loaded_reader: 
 
 
 # --- overlapped steps -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines whose steps overlap, and whose device is late by a seed."""
-    monkeypatch.setattr(engine_core, "Launcher", LateLauncher)
-    monkeypatch.setattr(LateLauncher, "rng", Random(0))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("page_size", "budget", "cache", "shape"), GRID[::3], ids=str)
-def test_engines_whose_steps_overlap_answer_alike(
-    seeing_directory: Path,
-    wanted: Answers,
-    stops: Questions,
-    late_device: None,
-    page_size: int,
-    budget: int,
-    cache: str,
-    shape: Any,
-) -> None:
-    limits = setting(8, budget, page_size=page_size, cache=cache, enable_overlap=True)
-    with Group(seeing_directory, *shape, **limits) as group:
-        assert not any(engine.core.obstacle for engine in group.engines.values())
-        group.check_all(wanted, crowd(stops))
-        tokens_told(group)
 
 
 @pytest.mark.parametrize("num_steps", range(2, 14))
@@ -233,24 +225,6 @@ def test_pages_that_the_decode_side_has_are_not_sent_again(seeing_directory: Pat
         (taken,) = [event for event in group.listener.told("room_taken") if "two" in event.rids]
         assert cache == "chunk" or f"{starts[1]} tokens are cached here" in taken.text
         group.check_flushed()
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_a_prompt_that_is_there_as_a_whole_needs_no_page(seeing_directory: Path, page_size: int) -> None:
-    """Only the first token comes."""
-    limits = setting(8, 32, page_size=page_size)
-    with Group(seeing_directory, **limits) as group:
-        prompt = group.prompt(asking("c", 1))
-        prompt_len = len(prompt) // 4 * 4
-        asked: Asked = {"long": (asking("c", 1), greedy(6), {})}
-        group.run(asked)
-        tokens: dict[str, Any] = {}
-        for rid in ("text", "again"):
-            text = list(range(5, 5 + prompt_len))
-            tokens[rid] = group.run({rid: (text, greedy(5), {})})[rid].token_ids
-        assert tokens["text"] == tokens["again"]
-        assert group.wire.relayed(Preallocated)[-1].start == prompt_len
-        assert not [chunk for chunk in group.wire.relayed(Chunk) if chunk.room == 2]
 
 
 @pytest.mark.parametrize(("shape", "cached_on"), [((1, 2), "prefill"), ((2, 1), "decode")], ids=str)
@@ -349,21 +323,12 @@ def test_stats_are_the_sums_of_all_engines(seeing_directory: Path) -> None:
 def test_stats_under_way_count_those_who_run(seeing_directory: Path) -> None:
     with Group(seeing_directory, **setting()) as group:
         group.add({rid: (asking(number), greedy(20), {}) for number, rid in enumerate(("a", "b"))})
-        assert group.engine.stats().num_waiting == 2
+        assert group.engine.stats().num_waiting == 2 and not group.engine.flush_cache()
         group.until(lambda: len(group.last) == 2)
         stats = group.engine.stats()
         assert (stats.num_waiting, stats.num_running) == (0, 2)
         assert stats.kv_tokens > 0 and stats.kv_bytes > 0 and stats.num_output_tokens > 0
-        group.run()
-
-
-def test_the_cache_is_flushed_on_both_sides_if_nobody_is_there(seeing_directory: Path) -> None:
-    with Group(seeing_directory, 2, 2, **setting()) as group:
-        asked: Asked = {f"r{number}": (asking("a", number), greedy(6), {}) for number in range(4)}
-        group.add(asked)
-        for _ in range(3):
-            assert not group.engine.flush_cache(), "somebody waits or runs"
-            group.step()
+        assert not group.engine.flush_cache(), "somebody runs"
         group.run()
         assert group.engine.stats().evictable_size > 0
         group.check_flushed()

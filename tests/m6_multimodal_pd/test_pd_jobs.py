@@ -69,15 +69,6 @@ def test_a_job_does_not_change_with_its_request() -> None:
     assert job.output_token_ids == (8, 9)
 
 
-@pytest.mark.parametrize("rid", ["x", "x" * 5000, "né\n", "\x00"], ids=["short", "long", "strange", "zero"])
-def test_whatever_names_a_request_reaches_the_engine(rid: str) -> None:
-    """An engine that could not read it would never answer."""
-    req = request()
-    req.request_id = rid
-    job = job_of(req)
-    assert travelled(job).rid == rid
-
-
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 NAMED = {7: Logprob(-0.5, 2, "a"), 3: Logprob(-0.25, 1, "b"), 9: Logprob(float("-inf"), 30, "")}

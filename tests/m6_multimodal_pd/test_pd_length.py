@@ -18,8 +18,6 @@ from m6_multimodal_pd import (
     SamplingParams,
     TraceConfig,
 )
-from m6_multimodal_pd.disaggregation.members import length_incompatibility
-from m6_multimodal_pd.disaggregation.runtime.messages import LengthFitted
 from tests.engine_contract.test_real_models import GIB, NARROW, text_model
 from tests.m6_multimodal_pd.pd_engines import Listener, add, engine_of
 from tests.m6_multimodal_pd.processes import by_hand, free_address
@@ -101,12 +99,6 @@ def test_an_engine_that_comes_later_takes_the_length_or_is_refused_with_the_reas
         assert refused["decode-2"] == "it has room for requests of 1,024 tokens, and max_model_len is 2,048 here"
         assert refused["decode-3"] == "its max_model_len is 3,000, as named, and 2,048 here"
         assert engine.generate("What is a KV cache?", SamplingParams(max_tokens=4)).finish_reason == "length"
-
-
-def test_an_engine_takes_a_shorter_length_than_its_own_if_it_was_not_named() -> None:
-    for is_named, fitting in ((False, [100, 101]), (True, [100])):
-        fits = [n for n in (99, 100, 101) if length_incompatibility(LengthFitted("decode", n, is_named), 100) is None]
-        assert fits == fitting
 
 
 @pytest.mark.exhaustive

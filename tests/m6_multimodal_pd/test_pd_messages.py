@@ -6,7 +6,7 @@ with what cannot be there.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -145,15 +145,6 @@ def test_the_parts_of_messages_are_in_an_example() -> None:
 @pytest.mark.parametrize("message", [*EXAMPLES, *NOTHING_OPTIONAL], ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_the_same(message: Any) -> None:
     codec = codec_of(message)
-    assert plain(codec.decode(codec.encode(message))) == plain(message)
-
-
-@pytest.mark.parametrize(
-    "body", [m for m in EXAMPLES if codec_of(m) is UNIONS["PeerMessage"]], ids=lambda m: type(m).__name__
-)
-@pytest.mark.parametrize("direction", ["ToEngine", "ToRouter"])
-def test_what_engines_say_to_each_other_goes_through_the_router_the_same(direction: str, body: Any) -> None:
-    message, codec = messages.Relay("decode-0", body), UNIONS[direction]
     assert plain(codec.decode(codec.encode(message))) == plain(message)
 
 
@@ -320,21 +311,11 @@ def refused_media(item: Any, **changes: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "feature", [np.zeros((8, 3), np.float16), np.zeros(24, np.float32)], ids=["halves", "one dimension"]
-)
+@pytest.mark.parametrize("feature", [np.zeros((8, 3), np.float16), np.zeros(24, np.float32)])
 def test_a_feature_is_a_matrix_of_floats(feature: np.ndarray) -> None:
     assert "a feature is float32 [patches, patch_dim]" in refused_media(feature)
-    with pytest.raises(ValueError, match="a feature is"):
-        replace(ITEM, feature=feature)
 
 
-@pytest.mark.parametrize(
-    "positions",
-    [np.zeros((3, 9), np.int32), np.zeros((9, 3), np.int64), np.zeros((), np.int64)],
-    ids=["int32", "transposed", "a number"],
-)
+@pytest.mark.parametrize("positions", [np.zeros((3, 9), np.int32), np.zeros((9, 3), np.int64), np.zeros((), np.int64)])
 def test_positions_are_three_rows_of_whole_numbers(positions: np.ndarray) -> None:
     assert "M-RoPE positions are int64 [3, tokens]" in refused_media(None, mrope_positions=positions)
-    with pytest.raises(ValueError, match="M-RoPE positions are"):
-        replace(MEDIA, mrope_positions=positions)

@@ -20,11 +20,10 @@ from typing import Any
 
 import pytest
 
-from m6_multimodal_pd import ConfigError, EngineConfig, EngineError, EngineUsageError, LLMEngine, ModelLoadError
+from m6_multimodal_pd import ConfigError, EngineConfig, LLMEngine, ModelLoadError
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime import child as child_module, processes
-from m6_multimodal_pd.disaggregation.runtime.assembly import await_engines
-from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks, Lost
+from m6_multimodal_pd.disaggregation.runtime.links import Lost
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault
 from m6_multimodal_pd.disaggregation.runtime.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit, reason_of
 from m6_multimodal_pd.errors import EngineLostError
@@ -47,7 +46,6 @@ from tests.m6_multimodal_pd.processes import (
     segments,
 )
 from tests.m6_multimodal_pd.seeing import asking
-from tests.support.forks import in_a_fork
 
 SILENT_S = 3.0
 ASKED: list[tuple[Any, Any]] = [
@@ -138,38 +136,6 @@ def test_an_engine_without_requests_sleeps_and_wakes_at_once(group: Any, expecte
     assert min(seconds) < 0.3, "it does not sleep to the end of its second"
 
 
-# --- calls that fail, and calls from elsewhere ------------------------------------------------------------------------
-
-
-def test_a_forked_process_gets_an_error_at_once_and_leaves_the_group_as_it_was(group: Any) -> None:
-    check_is_whole(group)
-    calls: list[Callable[[], Any]] = [
-        lambda: group.generate([5, 6, 7], greedy(3)),
-        lambda: group.add_request([5, 6, 7], greedy(3)),
-        group.step,
-        group.has_unfinished_requests,
-        group.stats,
-        group.flush_cache,
-        group.close,
-    ]
-
-    def ask() -> list[str]:
-        raised = []
-        for call in calls:
-            try:
-                call()
-            except EngineUsageError as error:
-                raised.append(str(error))
-        return raised
-
-    pids = {pid_of(group, "prefill"), pid_of(group, "decode")}
-    told = in_a_fork(ask)
-    assert len(told) == len(calls) and all("process that built it" in text for text in told)
-    assert group.generate([5, 6, 7], greedy(3)).error is None
-    check_is_whole(group)
-    assert {pid_of(group, "prefill"), pid_of(group, "decode")} == pids
-
-
 # --- one that dies ----------------------------------------------------------------------------------------------------
 
 
@@ -201,19 +167,6 @@ def test_an_engine_whose_step_takes_too_long_is_ended_by_its_watchdog(make_group
     children = list(links_of(engine).children.values())
     assert isinstance(engine.generate([5, 6, 7], greedy(3)).error, EngineLostError)
     assert any("a step did not end" in reason_of(child.process.poll() or 0) for child in children)
-
-
-@pytest.mark.exhaustive
-def test_a_group_whose_processes_stand_still_is_closed_within_seconds(make_group: Callable[..., Any]) -> None:
-    """Though nobody has missed them yet."""
-    engine = make_group()
-    pids = [pid_of(engine, role) for role in ("prefill", "decode")]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    began = time.monotonic()
-    engine.close()
-    assert time.monotonic() - began < 8.0
-    assert not any(map(is_alive, pids)) and not segments(links_of(engine)._group)
 
 
 @pytest.mark.exhaustive
@@ -353,29 +306,6 @@ def test_an_engine_may_die_now_and_then_for_months_and_not_too_often_within_an_h
     assert limit.next("prefill-0") is None
     assert limit.next("decode-0") == 1, "each has its own"
     assert RestartLimit(0).next("prefill-0") is None
-
-
-class Unbuilt(LocalLinks):
-    """An engine that has told why it cannot be built, or has died without a word."""
-
-    def __init__(self, fault: Fault | None) -> None:
-        super().__init__(lambda role, send: pytest.fail("nobody is started"))
-        self._lost.append(Lost("prefill-0", "it is over", fault))
-
-
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [
-        (Fault("ConfigError", "too little memory"), ConfigError),
-        (Fault("ModelLoadError", "no weights"), ModelLoadError),
-        (Fault("Unheard", "something"), EngineError),
-        (None, EngineLostError),
-    ],
-)
-def test_the_error_of_an_engine_that_is_not_built_keeps_its_type(fault: Fault | None, error: type[EngineError]) -> None:
-    nobody: Any = SimpleNamespace(links=Unbuilt(fault), config=DisaggregationConfig())
-    with pytest.raises(error, match="prefill-0"):
-        await_engines(nobody, {}, time.monotonic() + 1.0)
 
 
 def test_parts_of_one_s_own_stay_in_this_process(seeing_directory: Path) -> None:

@@ -1,29 +1,25 @@
 """The router among engines that are nothing but sockets: what it says to whom, and to whom it says nothing more."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from m1_single_request.request import FinishAbort
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.router import WATCHDOG_GRACE_S, Router
-from m6_multimodal_pd.disaggregation.runtime import endpoint, messages, socket_links
+from m6_multimodal_pd.disaggregation.runtime import messages, socket_links
 from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys
 from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
-from m6_multimodal_pd.disaggregation.runtime.sockets import LOOPBACK, EngineSocket, RouterSocket
+from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from tests.m6_multimodal_pd.items import make_req
 from tests.m6_multimodal_pd.pd_engines import Listener
 
 MAX_BYTES = 2**24
 VOCABULARY = "0" * 64
-LONG_PROMPT = [2**20] * 250_000
-"""1.25 MB as a message: a few of them fill whatever else lies between two processes."""
 
 
 class Site:
@@ -40,19 +36,11 @@ class Site:
         self.engines: dict[str, EngineSocket[Any]] = {}
         self.heard: dict[str, list[Any]] = {}
 
-    def limit_queues(self, max_queued: int) -> None:
-        """Before anybody joins: so many messages may wait for each engine."""
-        self.links.socket.close()
-        with patch.object(endpoint, "MAX_QUEUED", max_queued):
-            self.links.socket = RouterSocket(
-                LOOPBACK, codec=Codec(messages.ToRouter, MAX_BYTES), keys=self.keys.router, heartbeat_timeout_s=15.0
-            )
-
-    def join(self, name: str, role: messages.Role, max_queued: int = 100_000) -> None:
-        """An engine joins. `max_queued`: so much comes to it before it reads."""
+    def join(self, name: str, role: messages.Role) -> None:
+        """An engine joins."""
         if self.router.max_model_len is None:
             self.router.fix_length(2**20, StopChecker(eos_token_ids=(), max_model_len=2**20))
-        engine = self.connect(name, max_queued)
+        engine = self.connect(name)
         engine.send(messages.Joined(role, 16, 2**20, 2**20, "float32[2, 16]", "tiny", VOCABULARY))
         self.listen_until(lambda: name in self.router.members, self.router.receive)
 
@@ -61,16 +49,15 @@ class Site:
         self.join("decode-0", "decode")
         self.join("prefill-0", "prefill")
 
-    def connect(self, name: str, max_queued: int = 100_000) -> EngineSocket[Any]:
+    def connect(self, name: str) -> EngineSocket[Any]:
         """An engine that has said nothing yet."""
-        with patch.object(endpoint, "MAX_QUEUED", max_queued):
-            engine: EngineSocket[Any] = EngineSocket(
-                self.links.socket.address,
-                name=name,
-                codec=Codec(messages.ToEngine, MAX_BYTES),
-                keys=self.keys.engines,
-                heartbeat_timeout_s=15.0,
-            )
+        engine: EngineSocket[Any] = EngineSocket(
+            self.links.socket.address,
+            name=name,
+            codec=Codec(messages.ToEngine, MAX_BYTES),
+            keys=self.keys.engines,
+            heartbeat_timeout_s=15.0,
+        )
         self.engines[name], self.heard[name] = engine, []
         return engine
 
@@ -81,9 +68,9 @@ class Site:
             (listen or self.router.listen)(0.01)
         raise AssertionError("it did not happen")
 
-    def ask(self, number: int, prompt: Sequence[int] = (5, 6, 7)) -> int:
-        """A request comes; returns its room, or the one that it would have had."""
-        self.router.add_request(make_req(number, prompt))
+    def ask(self, number: int) -> int:
+        """A request comes; returns its room."""
+        self.router.add_request(make_req(number, [5, 6, 7]))
         self.router.update(0.0)
         return max(event.room for event in self.listener.events("request_routed") if event.rid == f"r{number}")
 
@@ -106,34 +93,6 @@ def site(keys: Path) -> Iterator[Site]:
     made = Site(keys)
     yield made
     made.close()
-
-
-def test_an_engine_that_reads_nothing_is_lost_when_no_more_can_wait_for_it(site: Site) -> None:
-    """It is connected, and libzmq still answers for it. What it had goes to another."""
-    site.limit_queues(8)
-    site.join("decode-0", "decode", max_queued=2)
-    site.join("decode-1", "decode")
-    site.join("prefill-0", "prefill")
-    rooms = {rid: site.ask(rid) for rid in range(2)}
-    assert [site.router.attempts[room].decode for room in rooms.values()] == ["decode-0", "decode-1"]
-    for number in range(2, 200):
-        room = site.ask(number, LONG_PROMPT)
-        if "decode-0" not in site.router.members:
-            break
-        assert site.router.attempts[room].decode == "decode-0"
-        site.read_until(messages.Prefill, room, "prefill-0")
-        site.router.finish_requests([f"r{number}"], FinishAbort())
-        site.router.update(0.0)
-    (lost,) = site.listener.events("engine_lost")
-    assert lost.name == "decode-0" and lost.why == "engine 'decode-0' does not read its messages"
-    assert "r0" in lost.rids and "r1" not in lost.rids
-    site.router.update(0.0)
-    assert {attempt.decode for attempt in site.router.attempts.values()} == {"decode-1"}
-    again = next(attempt.room for attempt in site.router.attempts.values() if attempt.req.rid == "r0")
-    site.read_until(messages.Decode, again, "decode-1")
-    site.read_until(messages.Prefill, again, "prefill-0")
-    for name in ("prefill-0", "decode-1"):
-        assert messages.PeerLost("decode-0") in site.heard[name]
 
 
 @pytest.mark.exhaustive

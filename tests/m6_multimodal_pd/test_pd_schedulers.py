@@ -1,4 +1,7 @@
-"""The queues of prefill and decode schedulers: room is taken for requests and given back, on real pools."""
+"""The queues of a decode scheduler: room is taken for requests and given back, on real pools.
+
+Those of both sides between engines: `test_pd_failures.py`.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, RequestStatus
+from m1_single_request.request import FinishAbort, FinishError, RequestStatus
 from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.preemption import FewestOutputsFirst
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
-from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import NO_SLOTS, Req
 from m4_radix_cache.schedule_batch import Pools
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst
@@ -22,9 +24,6 @@ from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m6_multimodal_pd.disaggregation.decode_scheduler import NUM_RESERVED_TOKENS, DecodeScheduler
-from m6_multimodal_pd.disaggregation.first_token import HANDED_ON, TAKEN_OVER
-from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltBatch
-from m6_multimodal_pd.disaggregation.prefill_scheduler import PrefillScheduler
 from tests.m4_radix_cache.caches import find, hit, make_cache
 from tests.m4_radix_cache.reqs import fill, make_req
 from tests.support.engines import Recorder
@@ -107,32 +106,6 @@ class Bed:
 
 
 # --- room -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["radix", "block_hash", "chunk"])
-@pytest.mark.parametrize(
-    ("num_tokens", "outputs", "num_pages"), [(1, (), 1), (4, (), 1), (5, (), 2), (12, (), 3), (6, (7, 8, 9), 3)]
-)
-def test_room_is_the_pages_of_a_prompt_and_a_row(
-    kind: str, num_tokens: int, outputs: tuple[int, ...], num_pages: int
-) -> None:
-    """And for what an earlier attempt has produced."""
-    bed = Bed(kind=kind)
-    req = bed.expect(num_tokens, outputs=outputs)
-    num_tokens += len(outputs)
-    assert bed.preallocate() == [req.rid]
-    assert bed.allocator.available_size() == (16 - num_pages) * PAGE_SIZE
-    assert bed.rows.available_size() == 3
-    row = bed.row(req)
-    assert len(row) == num_tokens == len(set(row))
-    pages = bed.scheduler.pages(req).tolist()
-    assert len(pages) == num_pages == len(set(pages))
-    assert row == [pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(num_tokens)], "in their order"
-    assert (req.kv_committed_len, req.extend_input_len, req.cached_tokens) == (0, num_tokens, 0)
-    assert req.status is RequestStatus.TRANSFERRING and bed.scheduler.transfer_queue == {req.rid: req}
-    assert not bed.scheduler.prealloc_queue and bed.preallocate() == [], "once"
-    bed.end(req)
-    assert bed.state() == Bed(kind=kind).state()
 
 
 @pytest.mark.parametrize(("cached", "num_tokens"), [(4, 10), (8, 10), (8, 12), (12, 12), (8, 9)])
@@ -308,121 +281,14 @@ def test_memory_is_held_by_requests_in_queues(
 # --- from queue to queue ----------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_in_one_queue_at_a_time_until_it_joins_a_batch() -> None:
-    bed = Bed()
-    scheduler, transferring = bed.scheduler, RequestStatus.TRANSFERRING
-    req, late = bed.expect(10), bed.expect(6)
-    assert scheduler.elsewhere == [req, late] and scheduler.schedule() is None and not scheduler.running
-    bed.preallocate()
-    assert scheduler.elsewhere == [req, late] and scheduler.schedule() is None and not scheduler.running
-    assert req.status is late.status is transferring and not scheduler.waiting
-    scheduler.complete(req.rid, SampledTokens((77,), (None,)))
-    assert list(scheduler.transfer_queue) == [late.rid] and list(scheduler.arrivals) == [req.rid]
-    assert scheduler.first_tokens == {req.rid: SampledTokens((77,), (None,))} and req.status is transferring
-    batch = scheduler.schedule()
-    assert isinstance(batch, PrebuiltBatch) and batch.reqs == [req] and batch.forward_mode is ForwardMode.PREBUILT
-    assert batch.seq_lens.tolist() == [10] and batch.req_pool_indices.tolist() == [req.req_pool_idx]
-    assert batch.sampling_info is not None and len(batch.sampling_info) == 1
-    assert scheduler.elsewhere == [late] and scheduler.running == [req] and not scheduler.arrivals
-    assert req.rid in scheduler.first_tokens, "for the step that is to come"
-    scheduler.update_from_output(batch, None)
-    bed.end(req)
-    assert not scheduler.first_tokens
-
-
-def test_a_request_that_ends_does_not_join() -> None:
-    bed = Bed()
-    first, second = bed.expect(3), bed.expect(3)
-    bed.preallocate()
-    for req in (first, second):
-        bed.scheduler.complete(req.rid, SampledTokens((1,), (None,)))
-    bed.scheduler.finish_requests([first.rid], FinishAbort())
-    batch = bed.scheduler.schedule()
-    assert batch is not None and batch.reqs == [second] and list(bed.scheduler.arrivals) == [first.rid]
-
-
-@pytest.mark.parametrize("way", ["end", "reset"])
 @pytest.mark.parametrize("queue", ["prealloc", "transfer", "arrivals"])
-def test_a_request_leaves_any_queue(queue: str, way: str) -> None:
+def test_a_reset_empties_any_queue(queue: str) -> None:
     bed = Bed()
     whole, req = bed.state(), bed.expect(5)
     if queue != "prealloc":
         bed.preallocate()
     if queue == "arrivals":
         bed.scheduler.complete(req.rid, SampledTokens((1,), (None,)))
-    if way == "end":
-        bed.end(req)
-    else:
-        bed.scheduler.reset(FinishAbort())
+    bed.scheduler.reset(FinishAbort())
     assert bed.state() == whole and not bed.scheduler.first_tokens and req.is_finished
     bed.scheduler.check_invariants()
-
-
-# --- the prefill side -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def prefill() -> PrefillScheduler:
-    """The scheduler of a prefill engine."""
-    scheduler: PrefillScheduler = made(PrefillScheduler, make_cache(page_size=4, num_pages=16), Tracer())
-    return scheduler
-
-
-def hand_on(scheduler: PrefillScheduler, batch: Any) -> None:
-    """`r1` of the batch has its first token."""
-    scheduler.finish_requests(["r1"], HANDED_ON)
-    scheduler.update_from_output(batch, None)
-
-
-def mark_and_update(scheduler: PrefillScheduler, req: Req, reason: BaseFinishReason) -> None:
-    scheduler.finish_requests([req.rid], reason)
-    scheduler.update_from_output(None, None)
-    scheduler.check_invariants()
-
-
-def test_all_requests_wait_for_room_elsewhere_first(prefill: PrefillScheduler) -> None:
-    req, other = make_req(1, [1]), make_req(2, [2])
-    prefill.add_request(req), prefill.add_request(other)
-    assert prefill.elsewhere == [req, other] and not prefill.waiting and prefill.schedule() is None
-    prefill.check_invariants()
-    prefill.bootstrapped("r1")
-    assert prefill.elsewhere == [other] and prefill.waiting == [req]
-    prefill.check_invariants()
-    batch = prefill.schedule()
-    assert batch is not None and batch.reqs == [req]
-
-
-def test_a_request_with_its_first_token_stays_until_it_is_taken_over(prefill: PrefillScheduler) -> None:
-    req = make_req(1, [1])
-    prefill.add_request(req), prefill.bootstrapped("r1")
-    hand_on(prefill, prefill.schedule())
-    assert req.to_finish is None and req.status is RequestStatus.TRANSFERRING and prefill.elsewhere == [req]
-    assert not prefill.running and not prefill.waiting and prefill.schedule() is None and req.req_pool_idx is not None
-    mark_and_update(prefill, req, TAKEN_OVER)
-    assert req.is_finished and not prefill.elsewhere and not prefill.requests
-
-
-@pytest.mark.parametrize("reason", [FinishAbort(), FinishError(ValueError())], ids=["abort", "error"])
-@pytest.mark.parametrize("queue", ["bootstrap", "running", "inflight"])
-def test_an_end_ends_a_request_in_any_queue(prefill: PrefillScheduler, queue: str, reason: BaseFinishReason) -> None:
-    req = make_req(1, [1])
-    prefill.add_request(req)
-    if queue != "bootstrap":
-        prefill.bootstrapped("r1")
-        batch = prefill.schedule()
-    if queue == "inflight":
-        hand_on(prefill, batch)
-    mark_and_update(prefill, req, reason)
-    assert req.finish_reason is reason and not prefill.elsewhere and not prefill.requests
-    assert not prefill.pools.req_to_token_pool.num_used
-
-
-def test_a_reset_empties_both_queues(prefill: PrefillScheduler) -> None:
-    reqs = [make_req(number, [number]) for number in (1, 2, 3)]
-    for req in reqs:
-        prefill.add_request(req)
-    prefill.bootstrapped("r1"), prefill.bootstrapped("r2")
-    hand_on(prefill, prefill.schedule())
-    prefill.reset(FinishAbort())
-    assert not prefill.elsewhere and all(req.is_finished for req in reqs)
-    prefill.check_invariants()
