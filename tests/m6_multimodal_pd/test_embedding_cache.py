@@ -7,7 +7,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from tests.support.amounts import examples
-from tests.support.engines import Recorder
 
 WIDTH = 4
 ROW_BYTES = WIDTH * 4
@@ -19,23 +18,6 @@ def rows(count: int) -> torch.Tensor:
 
 def make_cache(num_rows: int, tracer: Tracer | None = None) -> EmbeddingCache:
     return EmbeddingCache(capacity_bytes=num_rows * ROW_BYTES, tracer=tracer or Tracer())
-
-
-def test_every_eviction_is_told_once():
-    tracer = Tracer()
-    recorder = Recorder(tracer)
-    cache = make_cache(2, tracer)
-    for content in "abcd":
-        cache.put(content, rows(1), in_use=())
-    told = recorder.events("item_evicted")
-    assert [event.hash for event in told] == ["a", "b"] and {event.num_bytes for event in told} == {ROW_BYTES}
-
-
-def test_a_cleared_cache_holds_nothing():
-    cache = make_cache(3)
-    cache.put("a", rows(2), in_use=())
-    cache.clear()
-    assert len(cache) == 0 and cache.used_bytes == 0 and cache.put("b", rows(3), in_use=())
 
 
 class AgainstAList(RuleBasedStateMachine):

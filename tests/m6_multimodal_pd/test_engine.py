@@ -75,14 +75,6 @@ def test_a_template_may_write_clips_before_images(make_engine: MakeEngine, their
     check_answer(their_model.answer(prompt), engine.generate(prompt, PARAMS).token_ids, "clips first")
 
 
-def test_several_outputs_of_one_prompt_share_its_pictures(engine: Any, their_model: Theirs) -> None:
-    prompt = engine.chat_prompt(asking("c", 1))
-    output = engine.generate(prompt, SamplingParams(max_tokens=6, n=3, ignore_eos=True))
-    wanted = their_model.answer(prompt).token_ids[:6]
-    assert [completion.token_ids for completion in output.outputs] == [wanted] * 3
-    assert counts(engine)[1] == 1
-
-
 def test_prompt_and_output_hold_tokens_of_the_vocabulary_only(engine: Any) -> None:
     prompt = engine.chat_prompt(asking("a", 1))
     output = engine.generate(prompt, PARAMS)

@@ -182,25 +182,6 @@ def test_a_tower_that_makes_too_little_fails_its_step(make_engine: MakeEngine, t
     assert engine.chat(asking("a", 1), greedy(NUM_TOKENS)).token_ids == said(engine, their_model, "a", 1)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [EngineDeadError("the device is gone"), torch.AcceleratorError("CUDA error: an illegal memory access", 700)],
-    ids=["encoder", "torch"],
-)
-def test_a_device_lost_in_the_tower_fails_every_request_and_call(make_engine: MakeEngine, error: Exception) -> None:
-    engine: Any = make_engine(failing(error, call=2).parts, **setting(8, 32, multimodal={"encoder_budget": 10}))
-    last = serve(engine)
-    assert {type(output.error) for output in last.values()} == {EngineDeadError}
-    for call in calls_of(engine):
-        with pytest.raises(EngineDeadError):
-            call()
-    with pytest.raises(EngineDeadError):
-        engine.add_request(asking("a", 1))
-    assert engine.stats().num_finished == {"error": len(ASKED)}
-    engine.close()
-    assert engine.engine_core.encoder.cache.used_bytes == 0
-
-
 def test_a_dead_engine_has_no_embeddings_and_counts_nothing_of_its_last_step(make_engine: MakeEngine) -> None:
     class Interrupted(Encoder):
         def embed(self, seen: Any) -> list[Tensor]:
@@ -319,11 +300,6 @@ def test_a_reader_that_breaks_harms_nobody(make_engine: MakeEngine, their_model:
 # --- aborts -----------------------------------------------------------------------------------------------------------
 
 
-def of(engine: LLMEngine, rid: str) -> Any:
-    """A request, as long as it is one."""
-    return engine.engine_core.scheduler.requests.get(rid)  # type: ignore[attr-defined]
-
-
 def is_inside(engine: Any, rid: str) -> bool:
     """Whether its prompt was cut inside a picture."""
     req = engine.engine_core.scheduler.chunked_req
@@ -331,34 +307,3 @@ def is_inside(engine: Any, rid: str) -> bool:
         return False
     computed = req.kv_committed_len
     return any(start < computed < end for item in req.multimodal_inputs.mm_items for start, end in item.offsets)
-
-
-STATES: dict[str, Callable[[Any, str], bool]] = {
-    "waiting": lambda engine, rid: True,
-    "in pieces, inside a picture": is_inside,
-    "decoding": lambda engine, rid: len(of(engine, rid).output_ids) >= 2,
-}
-
-
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("cache", ["radix", "chunk"])
-def test_an_abort_in_any_state_leaves_nothing(
-    make_engine: MakeEngine, their_model: Theirs, cache: str, state: str
-) -> None:
-    limits = setting(8, 9, cache=cache, multimodal={"encoder_budget": 20, "embedding_cache_bytes": 30 * 768})
-    engine: Any = make_engine(**limits)
-    for rid, conversation in {"stays": ("a", 1), "gone": ("c", 2), "same": ("c", 3)}.items():
-        engine.add_request(asking(*conversation), greedy(NUM_TOKENS), request_id=rid)
-    last: dict[str, Any] = {}
-    while not STATES[state](engine, "gone"):
-        last |= engine.step()
-        check_step(engine)
-    assert engine.abort_request("gone")
-    last |= finish(engine)
-    assert last["gone"].finish_reason == "abort"
-    whole = their_model.answer(engine.chat_prompt(asking("c", 2))).token_ids
-    assert last["gone"].token_ids == whole[: len(last["gone"].token_ids)]
-    for rid, conversation in {"stays": ("a", 1), "same": ("c", 3)}.items():
-        assert last[rid].token_ids == said(engine, their_model, *conversation)
-    assert engine.generate(asking("c", 2), greedy(NUM_TOKENS)).token_ids == whole[:NUM_TOKENS]
-    check_flushed(engine)

@@ -6,10 +6,9 @@ An interrupt before any of its lines leaves no request behind, and gives no numb
 from itertools import count
 from typing import Any
 
-from m6_multimodal_pd import LLMEngine, input_processor
-from m6_multimodal_pd.multimodal import inputs, prompt
-from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, finish, greedy, setting
-from tests.m6_multimodal_pd.seeing import Theirs, asking, picture, text
+from m6_multimodal_pd.multimodal import inputs
+from tests.m6_multimodal_pd.engines import MakeEngine, finish, greedy, setting
+from tests.m6_multimodal_pd.seeing import picture, text
 from tests.testbed.interrupts import interrupted
 
 
@@ -35,16 +34,3 @@ def test_an_interrupt_before_any_line_of_an_arrival_gives_no_number_twice(make_e
             break
     assert line > 20 and min(known) >= 4096
     finish(engine)
-
-
-def test_an_interrupted_arrival_is_nobody_s(make_engine: MakeEngine, their_model: Theirs) -> None:
-    engine: LLMEngine = make_engine(**setting())
-    wanted = their_model.answer(engine.chat_prompt(asking("a", 1))).token_ids[:3]
-    for line in range(1, 120, 7):
-        with interrupted(line, [input_processor, prompt, inputs]) as interrupt:
-            engine.add_request(asking("b", 2), greedy(3), request_id="r")
-        if interrupt.where is None:
-            break
-        assert not engine.has_unfinished_requests(), f"after an interrupt before {interrupt.where}"
-        assert engine.generate(asking("a", 1), greedy(3), request_id="r").token_ids == wanted
-    check_drained(engine)

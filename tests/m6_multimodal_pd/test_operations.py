@@ -257,10 +257,3 @@ def test_a_closed_engine_records_nothing(tmp_path: Path) -> None:
     with made(None) as another:  # the recording is over: another engine may record
         another.start_profile(tmp_path)
         another.stop_profile()
-
-
-def test_a_path_that_no_message_holds_is_refused_at_once_and_the_group_goes_on() -> None:
-    with made(DisaggregationConfig(transport="in_process")) as engine:
-        with pytest.raises(ConfigError, match="1 to 4,096 characters"):
-            engine.update_weights("x" * 5000)
-        assert engine.chat(QUESTION, PARAMS).error is None

@@ -71,16 +71,6 @@ def test_a_prompt_is_cut_by_the_tighter_of_two_limits(left: int, given: int, bou
     assert [event.bound_by for event in recorder.events("chunk_cut")] == [bound_by]
 
 
-def test_whoever_may_not_begin_waits_and_holds_nothing() -> None:
-    cache = make_cache(num_pages=500)
-    fill(cache, [8] * 10)
-    adder, recorder = recorded(0, cache, tokens=100)
-    req = prompt(1, 20)
-    assert add(adder, req) is OTHER and adder.can_run_list == [] and adder.new_chunked_req is None
-    assert cache.protected_size() == 0 and req.extend_input_len == 10
-    assert [event.limit for event in recorder.events("not_admitted")] == ["encoder_budget"]
-
-
 def test_it_is_asked_and_told_of_what_stands_behind_the_hit() -> None:
     cache = make_cache(num_pages=500)
     fill(cache, [8] * 12)
@@ -96,37 +86,3 @@ def test_a_piece_ends_at_a_page_unless_the_other_limit_has_no_page(left: int, gi
     adder = make_adder(make_cache(page_size=16, num_pages=50), align=16, adder_class=allowing(left))
     req = prompt(1, 100)
     assert add(adder, req) is OTHER and req.extend_input_len == given
-
-
-@pytest.mark.parametrize(
-    ("left", "num_free", "given", "bound_by"),
-    [(7, 50, 7, "encoder_budget"), (7, 5, 5, "memory"), (50, 50, 20, "max_num_batched_tokens")],
-)
-def test_the_next_piece_is_cut_by_the_tightest_limit(left: int, num_free: int, given: int, bound_by: str) -> None:
-    cache = make_cache(num_pages=10 + num_free)
-    req = begun(cache, 1, 40, 10, max_tokens=5)
-    adder, recorder = recorded(left, cache, tokens=20)
-    assert adder.add_chunked_req(req) is OTHER
-    assert adder.can_run_list == [req] and req.extend_input_len == given
-    assert [event.bound_by for event in recorder.events("chunk_cut")] == [bound_by]
-
-
-def test_the_next_piece_waits_where_nothing_of_it_may_run() -> None:
-    cache = make_cache(num_pages=100)
-    req = begun(cache, 1, 40, 10, max_tokens=5)
-    adder = make_adder(cache, tokens=20, adder_class=allowing(0))
-    assert adder.add_chunked_req(req) is OTHER
-    assert adder.can_run_list == [] and req.extend_input_len == 30
-
-
-def test_without_chunks_a_prompt_runs_alone_or_fits_the_other_limit_whole() -> None:
-    for left, is_taken in ((30, True), (29, False)):
-        adder, recorder = recorded(left, tokens=100, is_chunked=False)
-        first, second = prompt(1, 20), prompt(2, 10)
-        assert add(adder, first) is CONTINUE
-        assert add(adder, second) is (CONTINUE if is_taken else OTHER)
-        assert adder.can_run_list == [first, second][: 1 + is_taken] and adder.new_chunked_req is None
-        assert [event.limit for event in recorder.events("not_admitted")] == ["encoder_budget"] * (not is_taken)
-    adder = make_adder(make_cache(num_pages=500), tokens=100, is_chunked=False, adder_class=allowing(5))
-    alone = prompt(1, 20)
-    assert add(adder, alone) is CONTINUE and alone.extend_input_len == 20, "nobody would ever let it run"

@@ -21,7 +21,7 @@ from m6_multimodal_pd import (
 )
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, check_drained, check_flushed, counts, greedy, setting
 from tests.m6_multimodal_pd.refused import CONVERSATIONS, IMAGE_PAD, LIMITS, image
-from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking, picture
+from tests.m6_multimodal_pd.seeing import Theirs, asking, picture
 
 PARAMS = greedy(4)
 GOOD = asking("a", 1, "v")
@@ -70,19 +70,6 @@ def test_what_cannot_be_seen_is_refused_in_every_way_of_asking(strict: Any, thei
     ask_all(strict, messages, error, message)
     assert counts(strict) == (0, 0, 0)
     check_good(strict, their_model)
-
-
-def test_a_refusal_in_a_conversation_does_not_touch_who_is_running(strict: Any, their_model: Theirs) -> None:
-    """Between any two steps of others."""
-    prompt = strict.chat_prompt(GOOD)
-    rid = strict.add_request(prompt, greedy(MOST_TOKENS))
-    coming, last = iter(CONVERSATIONS.values()), {}
-    while strict.has_unfinished_requests():
-        messages, error, message = next(coming)
-        with pytest.raises(error, match=message):
-            strict.add_request(messages, PARAMS)
-        last |= strict.step()
-    assert last[rid].token_ids == their_model.answer(prompt).token_ids
 
 
 # --- prompts that are no messages -------------------------------------------------------------------------------------

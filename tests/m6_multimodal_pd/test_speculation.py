@@ -63,22 +63,6 @@ def test_guesses_behind_pictures_are_verified(
     check_flushed(engine)
 
 
-def test_requests_with_other_pictures_have_guesses_of_their_own(make_engine: MakeEngine, their_model: Theirs) -> None:
-    """They have the same token ids: whoever guesses by them alone errs for one of them."""
-    first = asking("a", 1)
-    other = [{"role": "user", "content": [{"type": "image", "image": first[0]["content"][0]["image"].rotate(180)}]}]
-    other[0]["content"] += first[0]["content"][1:]
-    plain: Any = make_engine(**setting())
-    prompts = [plain.chat_prompt(conversation) for conversation in (first, other)]
-    assert prompts[0] == prompts[1]
-    answers = {tuple(prompts[0]): their_model.answer(prompts[0]).token_ids}
-    engine: Any = make_engine({"proposer": knowing(answers)}, **setting(method="ngram", drafts=3))
-    outputs = serve(engine, {"first": (prompts[0], {}), "other": (prompts[1], {})})
-    for prompt, rid in zip(prompts, ("first", "other"), strict=True):
-        assert outputs[rid].token_ids == their_model.answer(prompt).token_ids
-    assert 0 < engine.stats().num_accepted_tokens < engine.stats().num_draft_tokens
-
-
 # --- a draft model ----------------------------------------------------------------------------------------------------
 
 

@@ -4,17 +4,15 @@ The trace alone must explain which pictures came and where they stand, what the 
 what had to go.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from m6_multimodal_pd import ChromeTraceReader, SamplingParams
+from m6_multimodal_pd import SamplingParams
 from tests.m6_multimodal_pd.engines import MakeEngine, counts, drain, greedy, setting
 from tests.m6_multimodal_pd.event_examples import CLIP, EVICTED, HIT, POSITIONS, RECEIVED, RUN
 from tests.m6_multimodal_pd.seeing import asking, messages
-from tests.support.traces import chrome_bars, fields, traced
+from tests.support.traces import fields, traced
 
 SHORT = greedy(2)
 TOKEN_BYTES = 3 * 64 * 4
@@ -48,12 +46,6 @@ def test_what_came_is_told_with_its_place_in_the_prompt(make_engine: MakeEngine)
     assert places == {i for i, token in enumerate(prompt) if token in (tokens.image, tokens.video)}
     assert received[0].hash == received[2].hash != received[1].hash
     assert received[0].pad_value == received[2].pad_value != received[1].pad_value
-    (positions,) = recorder.events("positions_assigned")
-    assert len(positions.times) == len(positions.heights) == len(positions.widths) == 4, "one for each image and frame"
-    for axis, ranges in enumerate((positions.times, positions.heights, positions.widths)):
-        blocks = [inputs.mrope_positions[axis, start:end] for event in received for start, end in event.offsets]
-        assert list(ranges) == [(block.min(), block.max()) for block in blocks]
-    assert positions.num_tokens == len(prompt) and positions.delta == inputs.mrope_position_delta < 0
     drain(engine)
 
 
@@ -107,23 +99,3 @@ def test_whoever_reads_what_another_request_of_the_step_has_made_has_a_hit(make_
     drain(engine)
     assert fields(recorder.events("encoder_run"), "rids", "num_tokens", "num_patches") == [(("one", "two"), 9, 36)]
     assert fields(recorder.events("encoder_hit"), "num_tokens", "num_read") == [(9, 9)]
-
-
-# --- readers ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_chrome_trace_has_marks_for_pictures_of_their_requests(make_engine: MakeEngine, tmp_path: Path) -> None:
-    engine, recorder = traced(make_engine, **setting(max_num_batched_tokens=16, multimodal={"encoder_budget": 20}))
-    path = tmp_path / "trace.json"
-    engine.tracer.attach(ChromeTraceReader(path))
-    engine.add_request(asking("c", 1), SHORT, request_id="sees")
-    engine.add_request(asking("v", 1), SHORT, request_id="clip")
-    drain(engine)
-    engine.close()
-    entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    lanes = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
-    marks = [(lanes[entry["tid"]], entry["name"]) for entry in entries if entry["ph"] == "i"]
-    assert {("sees", "item_received"), ("clip", "item_received"), ("sees", "encoder_hit")} <= set(marks)
-    assert marks.count(("sees", "positions_assigned")) == 1
-    steps = {step for rid, step, _ in chrome_bars(path) if rid == "sees"}
-    assert len(steps) == len([batch for batch in recorder.events("batch") if "sees" in batch.rids])

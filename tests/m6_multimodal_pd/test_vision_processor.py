@@ -90,12 +90,6 @@ def test_images_are_what_transformers_makes_of_them(tmp_path: Path, limits: tupl
         assert (item.timestamps, item.item.size) == ((), (width, height))
 
 
-def test_a_photo_of_480_by_640_is_300_placeholders_in_qwen3_vl(tmp_path: Path) -> None:
-    processor = make(tmp_path)
-    layout = processor.image_layout(640, 480)
-    assert (layout.grid_thw, layout.num_tokens, layout.size) == ((1, 30, 40), 300, (640, 480))
-
-
 def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
     processor = make(tmp_path, sized(4096, 40000), sized(4096, 40000))
     for height, width in ((1, 1), (50, 9), (64, 200), (300, 300)):
@@ -175,15 +169,6 @@ def test_the_last_frame_of_an_odd_number_is_there_twice(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again, frames[[0, 1, 2, 2]])
     assert item.layout.grid_thw[0] == 2
     assert item.timestamps == pytest.approx((0.05, 0.2))
-
-
-def test_a_video_of_two_equal_frames_is_the_image_of_that_frame(tmp_path: Path) -> None:
-    """But for the last bit: transformers scales the values of images and of videos in another order."""
-    processor = make(tmp_path, sized(4096, 10**6), sized(4096, 10**6))
-    frame = noise(96, 64)
-    image, video = processor.process(Picture(frame)), processor.process(clip(np.stack([frame, frame])))
-    assert image.layout.grid_thw == video.layout.grid_thw
-    np.testing.assert_allclose(image.item.feature, video.item.feature, atol=2e-7)
 
 
 def test_frames_are_resized_in_whole_numbers() -> None:
