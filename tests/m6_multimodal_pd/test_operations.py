@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
-from m5_chunked_prefill_spec import LLMEngine as SpeculativeEngine
 from m6_multimodal_pd import (
     DEFAULT_MODEL,
     CacheConfig,
@@ -183,10 +182,6 @@ def test_an_engine_that_joins_after_an_exchange_has_the_new_weights(
             links.drop(f"{role}-0", "for a test")
             add(links, f"{role}-0_1", partial(engine_of, role, engine.config, shared))
         assert engine.chat(QUESTION, PARAMS).text == answers[1]
-
-
-def test_before_m6_weights_stay() -> None:
-    assert not {"update_weights", "start_profile", "stop_profile"} & set(dir(SpeculativeEngine))
 
 
 @each_group
