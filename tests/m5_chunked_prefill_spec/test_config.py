@@ -126,7 +126,7 @@ def test_steps_are_measured_that_are_larger_than_the_longest_request(tiny_direct
 # --- intake -----------------------------------------------------------------------------------------------------------
 
 
-def test_and_refused_if_not(make_engine: MakeEngine) -> None:
+def test_a_prompt_longer_than_a_step_is_refused_if_it_may_not_be_cut(make_engine: MakeEngine) -> None:
     engine = make_engine(**setting(4, 16, enable_chunked_prefill=False))
     with pytest.raises(PromptTooLongError, match=r"17.*16"):
         engine.add_request(ids(17), greedy(4))

@@ -87,6 +87,15 @@ def said(engine: Any, theirs: Theirs, *conversation: str | int) -> tuple[int, ..
     return theirs.answer(engine.chat_prompt(asking(*conversation))).token_ids[:NUM_TOKENS]
 
 
+def is_inside(engine: Any, rid: str) -> bool:
+    """Whether its prompt was cut inside a picture."""
+    req = engine.engine_core.scheduler.chunked_req
+    if req is None or req.rid != rid:
+        return False
+    computed = req.kv_committed_len
+    return any(start < computed < end for item in req.multimodal_inputs.mm_items for start, end in item.offsets)
+
+
 def check_the_rest(engine: Any, last: dict[str, Any], theirs: Theirs, failed: set[str], error: Any) -> None:
     """Those who failed say why, the others and whoever asks again have transformers' tokens; then nothing is held."""
     assert last.keys() == ASKED.keys()
@@ -295,15 +304,3 @@ def test_a_reader_that_breaks_harms_nobody(make_engine: MakeEngine, their_model:
     assert engine.generate(asking("a", 1), greedy(NUM_TOKENS)).token_ids == wanted
     check_drained(engine)
     check_flushed(engine)
-
-
-# --- aborts -----------------------------------------------------------------------------------------------------------
-
-
-def is_inside(engine: Any, rid: str) -> bool:
-    """Whether its prompt was cut inside a picture."""
-    req = engine.engine_core.scheduler.chunked_req
-    if req is None or req.rid != rid:
-        return False
-    computed = req.kv_committed_len
-    return any(start < computed < end for item in req.multimodal_inputs.mm_items for start, end in item.offsets)

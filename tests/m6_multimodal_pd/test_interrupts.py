@@ -1,6 +1,7 @@
 """Ctrl-C while a request is checked: intake is not held, so that a slow download can be stopped, and changes nothing.
 
-An interrupt before any of its lines leaves no request behind, and gives no number of a picture to another one.
+An interrupt before any of its lines gives no number of a picture to another one. That it leaves no request behind is
+tested for all milestones (`tests/engine_contract`).
 """
 
 from itertools import count

@@ -1,4 +1,4 @@
-"""The encoder budget bounds the pieces of a step: where it cuts, which requests wait for it, and what the trace tells.
+"""The encoder budget bounds the pieces of a step: where it cuts, and what it is asked.
 
 Here it is a number of tokens that counts down, so that every case can be seen at a glance.
 """
