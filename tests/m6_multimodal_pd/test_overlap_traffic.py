@@ -50,7 +50,7 @@ TEXTS = asks_of(
     [*CLEAR_SETTINGS, *WIDE_SETTINGS, *RATED_SETTINGS],
     n=st.sampled_from([1, 1, 1, 3]),
     arrival=st.integers(0, 6),
-    patience=st.none() | st.none() | st.integers(0, 9),
+    patience=st.none() | st.integers(0, 9),
     kind=SharingAsk,
     which=st.integers(0, 7),
     priority=st.integers(0, 2),
