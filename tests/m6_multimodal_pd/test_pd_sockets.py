@@ -460,6 +460,20 @@ def test_an_identity_that_lives_cannot_be_taken_over(site: Site) -> None:
     assert heard(router) == [("decode-0", Text("let me in"))]
 
 
+def test_an_engine_that_is_gone_is_noticed_and_its_name_is_free_again(site: Site) -> None:
+    router, engine = site.pair()
+    too_early = site.engine(router)
+    refusals(site, router)
+    assert "another engine 'decode-0'" in site.said[0]
+    assert too_early.receive() == [] and not too_early.joined
+    engine.close()
+    assert loss(router, lambda: router.send("decode-0", Text("are you there?"))) == "engine 'decode-0' is gone"
+    assert router.names == ()
+    greeted(router, site.engine(router))
+    too_early.send(Text("late"))
+    refusals(site, router, 2)
+
+
 def test_a_forgotten_engine_is_believed_no_more(site: Site) -> None:
     router, engine = site.pair()
     router.forget("decode-0")
