@@ -114,7 +114,7 @@ THERE = [  # found by the process of a side
     (["--parts", "nowhere.py:PARTS"], r"not of the form FILE\.py:NAME with a file that exists"),
     (["--parts", "{mine}:NO_PARTS"], "has no dictionary 'NO_PARTS' from roles to classes"),
     (["--set", "cache.page=4"], "m4: .*unexpected keyword argument 'page'"),
-    (["--set", "cache.page_size=0"], "ConfigError: page_size=0 must be"),
+    (["--set", "cache.page_size=0"], "ConfigError: page_size=0 is not valid"),
 ]
 
 
