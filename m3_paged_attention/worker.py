@@ -5,7 +5,7 @@ and the rest of the device's share becomes KV blocks. vLLM: `determine_available
 `v1/worker/gpu_worker.py`; SGLang: `profile_max_num_token`.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,23 +16,33 @@ from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.step_threads import StepThreads
 
 
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a CUDA device is the current one. It has no effect for a CPU.
+
+    torch's operators run on the device of their tensors. Everything else goes to the current device: kernels of Triton,
+    pinned memory, and streams, events and graphs that are made without a device.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class GPUWorker:
-    """Runs steps on its device; makes no scheduling decision."""
+    """Runs steps on its device; makes no scheduling decision. Its device is the current one whenever its runner
+    computes or reserves memory."""
 
     def __init__(self, *, model_runner: Any, step_threads: StepThreads | None = None) -> None:
         """`step_threads`: limits the CPU threads of each step; None does not change them."""
         self.model_runner = model_runner
         self.step_threads = step_threads or nullcontext()
-        self.device = model_runner.device
-        # Triton runs a kernel on the current device, not on the device of its arguments.
-        self.on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        self.device = device = model_runner.device
+        if device == torch.device("cuda"):  # without an index: the device that is current now, whatever is later
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     @torch.inference_mode()
     def measure_memory(self, num_tokens: int) -> MemoryProfile:
         """Measure the GPU memory of a step of `num_tokens` new tokens. Raises `ConfigError` if it does not fit."""
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            with self.on_device:
+            with current_device(self.device):
                 kv_bytes = self.model_runner.profile_run(num_tokens)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -51,11 +61,12 @@ class GPUWorker:
     @torch.inference_mode()
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV memory. Raises `ConfigError` if the machine has less."""
-        self.model_runner.initialize_kv_cache(kv_cache_config)
+        with current_device(self.device):
+            self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
         """Run a step, described in the format of the model runner; return its tokens."""
-        with torch.inference_mode(), self.on_device, self.step_threads:
+        with torch.inference_mode(), current_device(self.device), self.step_threads:
             return self.model_runner.execute_model(decision)
 
     def free_request(self, request_id: str) -> None:

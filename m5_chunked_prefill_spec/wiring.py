@@ -39,6 +39,7 @@ from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner, limite
 from m5_chunked_prefill_spec.speculative.proposer import make_proposer
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m5_chunked_prefill_spec.speculative.speculation import Speculation
+from m5_chunked_prefill_spec.worker import GPUWorker
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
@@ -51,12 +52,12 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     )
     loaded = limited(loaded, drafting)
     threads = step_threads(tracer, loaded, drafting)
-    loaded, (limits, executor, rows, runner), budget = fit_to_memory(
+    loaded, (limits, executor, rows, worker), budget = fit_to_memory(
         loaded, lambda loaded: build_executor(config, parts, loaded, drafting, tracer, threads), config
     )
     trace_start(loaded, config.model, tracer)
     kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
-    costs = cost_table(limits, runner, tracer)
+    costs = cost_table(limits, worker, tracer)
     pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
     num_tokens = pools.token_to_kv_pool_allocator.size
     return parts["engine_core"](
@@ -71,12 +72,12 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
 
 
 class Runner(NamedTuple):
-    """The executor with its model runner, their limits, and the rows of slots that they read."""
+    """The executor with its worker, their limits, and the rows of slots that they read."""
 
     limits: SchedulerConfig
     executor: GPUExecutor
     rows: ReqToTokenPool
-    runner: Any
+    worker: GPUWorker
 
 
 def build_executor(
@@ -103,7 +104,7 @@ def build_executor(
         **more,
     )
     worker = parts["worker"](model_runner=runner, step_threads=threads)
-    return Runner(limits, parts["executor"](worker=worker), rows, runner)
+    return Runner(limits, parts["executor"](worker=worker), rows, worker)
 
 
 def build_input_processor(
@@ -187,16 +188,17 @@ PARTS: dict[str, Any] = M4_PARTS | {
     "rejection_sampler": RejectionSampler,
     "scheduler": Scheduler,
     "model_runner": ModelRunner,
+    "worker": GPUWorker,
 }
 # --8<-- [end:parts]
 
 
-def cost_table(limits: SchedulerConfig, runner: Any, tracer: Tracer) -> CostTable | None:
+def cost_table(limits: SchedulerConfig, worker: GPUWorker, tracer: Tracer) -> CostTable | None:
     """Return the cost table for `target_gap_ms`, given or measured now, and emit it; None without a target."""
     if limits.target_gap_ms is None:
         return None
     assert limits.max_num_batched_tokens is not None
-    table = limits.cost_table or runner.measure_costs(limits.max_num_batched_tokens)
+    table = limits.cost_table or worker.measure_costs(limits.max_num_batched_tokens)
     tracer.emit(CostsMeasured.of, table, given=limits.cost_table is not None)
     return table
 

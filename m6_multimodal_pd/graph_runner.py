@@ -33,6 +33,7 @@ from m3_paged_attention.kv_cache_config import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.profiling import kv_cache_spec_of
+from m3_paged_attention.worker import current_device
 from m6_multimodal_pd.events import GraphsCaptured, GraphsUnavailable
 
 CAPTURABLE = "triton"
@@ -235,8 +236,8 @@ class GraphCapture:
 def _captured(model: Decoder, kv: KVStorage, limits: GraphLimits) -> GraphRunner:
     """Capture on the model's device. A failed capture leaves torch on another stream, so the stream is restored."""
     with ExitStack() as stack:
+        stack.enter_context(current_device(model.device))  # also after an update of the weights
         if model.device.type == "cuda":
-            stack.enter_context(torch.cuda.device(model.device))
             stack.enter_context(torch.cuda.stream(torch.cuda.current_stream()))
         return GraphRunner(model, kv, limits)
 

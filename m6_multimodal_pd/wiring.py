@@ -81,15 +81,15 @@ class PreparedEngine:
     def complete(self, max_model_len: int) -> EngineCore:
         """Reserve the KV memory, measure, and build the parts, for requests of at most `max_model_len` tokens."""
         config, parts, tracer, encoder = self.config, self.parts, self.tracer, self.encoder
-        loaded, (limits, executor, rows, runner) = shortened(self.loaded, self.runs, self._make, max_model_len)
+        loaded, (limits, executor, rows, worker) = shortened(self.loaded, self.runs, self._make, max_model_len)
         trace_start(loaded, config.model, tracer)
         kv_cache_config = reserve_kv_memory(executor, config, self.kv_budget, loaded, tracer)
-        costs = cost_table(limits, runner, tracer)
+        costs = cost_table(limits, worker, tracer)
         pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
         size = pools.token_to_kv_pool_allocator.size
         with_budget = dict(parts) | {"prefill_adder": adder_of(parts, loaded, encoder)}
         weight_loader = WeightLoader(
-            config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
+            config=config.model, load=parts["model_loader"], loaded=loaded, runner=worker.model_runner, encoder=encoder
         )
         return engine_core_class(config, parts)(
             input_processor=build_input_processor(

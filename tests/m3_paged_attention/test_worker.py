@@ -42,3 +42,9 @@ def test_on_a_cpu_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device", CurrentDevice)
     output: Any = worker_on("cpu").execute_model(None)  # type: ignore[arg-type]
     assert output is None
+
+
+def test_a_gpu_without_an_index_is_the_one_that_is_current_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert worker_on("cuda").device == torch.device("cuda:1")
+    assert worker_on("cuda:0").device == torch.device("cuda:0") and worker_on("cpu").device == torch.device("cpu")
