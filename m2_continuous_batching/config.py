@@ -15,14 +15,17 @@ LEAST_BATCHED_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchLimits:
-    """The size limits of a batch. Each milestone's `SchedulerConfig` adds its own settings."""
+class SchedulerConfig:
+    """The size limits of a batch, and its execution."""
 
     max_num_seqs: PositiveInt = 16
     """Maximum number of running requests."""
     max_num_batched_tokens: PositiveInt | None = None
     """Maximum number of new tokens in one step. A prompt runs in one step, so a longer prompt is rejected. None: the
     largest of `max_model_len`, 2,048 and `max_num_seqs`, so that this limit rejects no prompt."""
+    execution: Execution = "padded"
+    """`padded`: one forward for all prefills of a step and one for all decodes, with a dense cache of one slot per
+    request. `per_request`: one forward per request, as in m1."""
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
@@ -36,15 +39,6 @@ class BatchLimits:
         """Return a copy with every None replaced, for a model of `max_model_len` tokens."""
         budget = self.max_num_batched_tokens or max(max_model_len, LEAST_BATCHED_TOKENS, self.max_num_seqs)
         return replace(self, max_num_batched_tokens=budget)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig(BatchLimits):
-    """The size limits of a batch, and its execution."""
-
-    execution: Execution = "padded"
-    """`padded`: one forward for all prefills of a step and one for all decodes, with a dense cache of one slot per
-    request. `per_request`: one forward per request, as in m1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ class Admission:
     """Checks one waiting request at a time, without changing it."""
 
     def __init__(self, *, scheduler_config: SchedulerConfig, kv_manager: KVCacheManager, tracer: Tracer) -> None:
+        assert scheduler_config.max_num_seqs is not None, "the configuration must be resolved"
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.kv_manager = kv_manager
         self.tracer = tracer

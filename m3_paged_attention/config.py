@@ -1,12 +1,13 @@
-"""Configuration of an m3 engine: m2's limits, a KV memory in blocks, and the attention backend.
+"""Configuration of an m3 engine: limits of a batch, a KV memory in blocks, and the attention backend.
 
 The model's configuration has two more fields than m1's, because from here on the engine has its own forward pass: the
-source of the weights, and the backend. `execution` of m2 is removed: a flat batch has only one way to run. vLLM:
-`ModelConfig`, `CacheConfig`, `SchedulerConfig`; SGLang: `ServerArgs`.
+source of the weights, and the backend. `execution` of m2 is removed: a flat batch has only one way to run. Its limits
+of a batch stay, but their defaults follow from the device. vLLM: `ModelConfig`, `CacheConfig`, `SchedulerConfig`;
+SGLang: `ServerArgs`.
 """
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta
 
@@ -17,7 +18,7 @@ from m1_single_request.config import (
 )
 from m1_single_request.errors import ConfigError
 from m1_single_request.field_rules import Int, PositiveInt, check_fields
-from m2_continuous_batching.config import BatchLimits
+from m3_paged_attention.device_limits import CPU_LIMITS, DeviceLimits
 
 LoadFormat = Literal["auto", "dummy"]
 AttentionBackend = Literal["auto", "native", "torch", "triton"]
@@ -40,6 +41,35 @@ class ModelConfig(SingleRequestModelConfig):
     attention_backend: AttentionBackend = "auto"
     """The kernels: `triton` on GPUs, `native` (C++, compiled at its first use) on CPUs, `torch` anywhere. `auto`: the
     first of these that can run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """The size limits of a batch. Each later `SchedulerConfig` adds its own settings."""
+
+    max_num_seqs: PositiveInt | None = None
+    """Maximum number of running requests. None: 16 on a CPU; on CUDA up to 512, by the memory of the device and the KV
+    of the model, and at most `max_num_batched_tokens` (`device_limits.py`)."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Maximum number of new tokens in one step. A prompt runs in one step, so a longer prompt is rejected. None: at
+    least `max_model_len` and `max_num_seqs`, so that this limit rejects no prompt, and at least 2,048 on a CPU; on CUDA
+    2,048 to 16,384, by the memory of the device."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        num_seqs = self.max_num_seqs or CPU_LIMITS.max_num_seqs  # the least of all devices
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={num_seqs}: "
+                f"a step could not run all running requests"
+            )
+
+    def resolved(self, max_model_len: int, device: DeviceLimits = CPU_LIMITS) -> Self:
+        """Return a copy with every None replaced, for a model of `max_model_len` tokens on a device."""
+        named = self.max_num_batched_tokens
+        num_seqs = self.max_num_seqs or min(device.max_num_seqs, named or device.max_num_seqs)
+        budget = named or max(max_model_len, device.max_num_batched_tokens, num_seqs)
+        return replace(self, max_num_seqs=num_seqs, max_num_batched_tokens=budget)
 
 
 @dataclass(frozen=True, kw_only=True)

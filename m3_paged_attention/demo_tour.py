@@ -56,7 +56,7 @@ def tour(configs: dict[str, Any], params: SamplingParams, console: Console, *, n
         memory = {"memory": size(sized.num_bytes), "slot": size(slot_bytes), "slots": sized.num_bytes / slot_bytes}
         open_part(console, "1. A burst of requests in a few blocks", tour, **asked, **memory, sized=sized)
         console.print(Text(f"{KEY}\n"))
-        budget = engine.config.scheduler.resolved(sized.max_model_len).max_num_batched_tokens
+        budget = engine.engine_core.scheduler.max_num_batched_tokens
         longest = min(sized.num_blocks * sized.block_size, budget)
         story = m2_tour.make_story(engine, single, longest)
         story = [replace(each, params=several(params)) if each.text == FORKED else each for each in story]

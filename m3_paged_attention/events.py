@@ -1,4 +1,4 @@
-"""Events of m3's start and model runner: attention backend, size of the KV memory, CPU threads, sampled rows.
+"""Events of m3's start and model runner: attention backend, limits, size of the KV memory, CPU threads, sampled rows.
 
 Events about blocks are in `kv_events.py`, events about scheduled requests in `scheduler_events.py`.
 """
@@ -33,6 +33,34 @@ class BackendChosen(Event):
         if self.obstacle is not None:
             return f"Kernels: {self.backend}; the faster ones cannot run here: {self.obstacle}."
         return f"Kernels: {self.backend}, {'the fastest here' if self.asked == 'auto' else 'as asked for'}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits(Event):
+    """The limits of a step on a CUDA device, set by the user or chosen by `device_limits.py`."""
+
+    style: ClassVar[str] = "bold"
+    headline: ClassVar[bool] = True
+    max_num_seqs: int
+    """Maximum number of running requests."""
+    max_num_batched_tokens: int
+    """Maximum number of new tokens in one step."""
+    total_bytes: int
+    """The device's memory, from which the defaults follow."""
+
+    @classmethod
+    def of(cls, limits: Any, total_bytes: int | None) -> Self | None:
+        """Build the event for resolved limits; None on a CPU, where `total_bytes` is None."""
+        if total_bytes is None:
+            return None
+        seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        return cls(max_num_seqs=seqs, max_num_batched_tokens=tokens, total_bytes=total_bytes)
+
+    def explain(self) -> str:
+        return (
+            f"At most {some(self.max_num_seqs, 'request')} run, with at most "
+            f"{some(self.max_num_batched_tokens, 'new token')} in a step, on a device of {size(self.total_bytes)}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

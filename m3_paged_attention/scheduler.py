@@ -53,7 +53,7 @@ class Scheduler:
         stop_checker: StopChecker,
         tracer: Tracer,
     ) -> None:
-        assert scheduler_config.max_num_batched_tokens is not None, "the configuration must be resolved"
+        assert scheduler_config.max_num_seqs and scheduler_config.max_num_batched_tokens, "it must be resolved"
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.max_num_batched_tokens = scheduler_config.max_num_batched_tokens
         self.swaps = scheduler_config.preemption_mode == "swap"

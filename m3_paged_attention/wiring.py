@@ -12,9 +12,10 @@ from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.wiring import PARTS as M2_PARTS
 from m3_paged_attention.attention.registry import obstacle_to_best
-from m3_paged_attention.config import EngineConfig, ModelConfig
+from m3_paged_attention.config import BatchLimits, EngineConfig, ModelConfig
+from m3_paged_attention.device_limits import device_limits, device_memory
 from m3_paged_attention.engine_core import EngineCore
-from m3_paged_attention.events import BackendChosen, EagerSteps
+from m3_paged_attention.events import BackendChosen, EagerSteps, StepLimits
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.input_processor import InputProcessor
 from m3_paged_attention.kv_cache_config import KVCacheConfig, check_cache_config, size_kv_cache
@@ -44,7 +45,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         size_setting="num_blocks",
         num_shares=2 if mode == "swap" and config.cache.swap_space_bytes is None else 1,  # as much again on the host
     )
-    trace_start(loaded, config.model, tracer)
+    trace_start(loaded, config.model, limits, tracer)
     kv_cache_config: KVCacheConfig = size_kv_cache(
         executor.kv_cache_spec(config.cache.block_size),
         budget=budget,
@@ -100,7 +101,7 @@ PARTS: dict[str, Any] = M2_PARTS | {
 
 def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
     """Build the parts that run requests of at most `loaded.max_model_len` tokens."""
-    limits = config.scheduler.resolved(loaded.max_model_len)
+    limits = config.scheduler.resolved(loaded.max_model_len, device_limits(loaded))
     runner = parts["model_runner"](
         loaded_model=loaded,
         scheduler_config=limits,
@@ -112,9 +113,10 @@ def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: Loade
     return Runner(limits, parts["executor"](worker=worker))
 
 
-def trace_start(loaded: LoadedModel, config: ModelConfig, tracer: Tracer) -> None:
-    """Emit the events that describe the model and its kernels."""
+def trace_start(loaded: LoadedModel, config: ModelConfig, limits: BatchLimits, tracer: Tracer) -> None:
+    """Emit the events that describe the model, its kernels and, on CUDA, the limits of a step."""
     tracer.emit(EngineStarted.of, loaded)
     asked, backend = config.attention_backend, loaded.model.backend.name
     obstacle = obstacle_to_best(config.torch_device()) if asked == "auto" else None
     tracer.emit(BackendChosen, asked=asked, backend=backend, obstacle=obstacle)
+    tracer.emit(StepLimits.of, limits, device_memory(loaded.device))

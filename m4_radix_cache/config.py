@@ -11,8 +11,7 @@ from typing import Literal
 from m1_single_request.config import EngineConfig as SingleRequestConfig
 from m1_single_request.errors import ConfigError, shown
 from m1_single_request.field_rules import NonNegativeFloat, PositiveInt, check_fields
-from m2_continuous_batching.config import BatchLimits
-from m3_paged_attention.config import ModelConfig, Share, check_one_given
+from m3_paged_attention.config import BatchLimits, ModelConfig, Share, check_one_given
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]

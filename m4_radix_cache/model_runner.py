@@ -42,6 +42,7 @@ class ModelRunner:
         self.model = loaded_model.model
         self.device = loaded_model.device
         self.max_model_len = loaded_model.max_model_len
+        assert scheduler_config.max_num_seqs is not None, "the configuration must be resolved"
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.req_to_token_pool = req_to_token_pool
         self.sampler = RowSampler(sampler=sampler, token_text=token_text, tracer=tracer)

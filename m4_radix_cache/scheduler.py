@@ -63,7 +63,7 @@ class Scheduler:
         tracer: Tracer,
     ) -> None:
         """`scheduler_config`: with a token budget. `prefill_adder`: the class of the adders, one per prefill batch."""
-        assert scheduler_config.max_num_batched_tokens is not None, "the configuration must be resolved"
+        assert scheduler_config.max_num_seqs and scheduler_config.max_num_batched_tokens, "it must be resolved"
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.max_num_batched_tokens = scheduler_config.max_num_batched_tokens
         self.pools, self.tree_cache = pools, pools.tree_cache

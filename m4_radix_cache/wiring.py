@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.device_limits import device_limits
 from m3_paged_attention.events import EagerSteps
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import Budget, KVCacheConfig, check_memory_share, size_kv_cache
@@ -38,7 +39,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     loaded, (limits, executor, rows), budget = fit_to_memory(
         parts["model_loader"](config.model), lambda loaded: build_executor(config, parts, loaded, tracer), config
     )
-    trace_start(loaded, config.model, tracer)
+    trace_start(loaded, config.model, limits, tracer)
     kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
     pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
     return parts["engine_core"](
@@ -96,7 +97,8 @@ class Runner(NamedTuple):
 
 def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
     """Build the executor for requests of at most `loaded.max_model_len` tokens."""
-    limits = config.scheduler.resolved(loaded.max_model_len)
+    limits = config.scheduler.resolved(loaded.max_model_len, device_limits(loaded))
+    assert limits.max_num_seqs is not None
     rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
     runner = parts["model_runner"](
         loaded_model=loaded,

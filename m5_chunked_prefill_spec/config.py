@@ -16,7 +16,7 @@ from msgspec import Meta
 from m1_single_request.config import check_path
 from m1_single_request.errors import ConfigError, shown
 from m1_single_request.field_rules import PositiveInt, check_fields
-from m2_continuous_batching.config import LEAST_BATCHED_TOKENS
+from m3_paged_attention.device_limits import CPU_LIMITS, DeviceLimits
 from m4_radix_cache.config import EngineConfig as RadixConfig, SchedulerConfig as RadixSchedulerConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
 
@@ -25,8 +25,8 @@ SpeculativeMethod = Literal["ngram", "draft_model"]
 PositiveFloat = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 
 DEFAULT_DRAFT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-draft"
-CHUNKED_BATCHED_TOKENS = {"cpu": 128, "cuda": 2048}
-"""Default token budget by device type: short gaps between two tokens of a stream, with still efficient matrix sizes."""
+CPU_CHUNKED_TOKENS = 128
+"""Default token budget on a CPU: short gaps between two tokens of a stream, with still efficient matrix sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,9 @@ class SchedulerConfig(RadixSchedulerConfig):
     """m4's settings, and the contents of a step: decodes, prompts, and pieces of prompts."""
 
     max_num_batched_tokens: PositiveInt | None = None
-    """Maximum number of new tokens in one step. None: 128 on a CPU, 2,048 on CUDA, and at least `max_num_seqs`; with
-    `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
+    """Maximum number of new tokens in one step. None: 128 on a CPU, 2,048 to 16,384 on CUDA by the memory of the device
+    (m3's `device_limits.py`), and at least `max_num_seqs`; with `enable_chunked_prefill=False` as in m4, so that no
+    prompt is refused for it."""
     schedule: ScheduleName = "decode_first"
     """Order in which a step is filled. `decode_first`: each running request gets a token, prompts get the rest of the
     budget. `prefill_first`: prompts run alone, as in m4, and running requests wait for them."""
@@ -64,11 +65,14 @@ class SchedulerConfig(RadixSchedulerConfig):
         if self.schedule == "prefill_first" and self.target_gap_ms is not None:
             raise ConfigError("target_gap_ms has no effect with schedule='prefill_first': decodes wait for all prompts")
 
-    def resolved(self, max_model_len: int, device_type: str = "cpu") -> Self:
-        """Return a copy with the token budget, for a model of this length on such a device."""
-        chunked = CHUNKED_BATCHED_TOKENS.get(device_type, CHUNKED_BATCHED_TOKENS["cpu"])
-        least = chunked if self.enable_chunked_prefill else max(max_model_len, LEAST_BATCHED_TOKENS)
-        return replace(self, max_num_batched_tokens=self.max_num_batched_tokens or max(least, self.max_num_seqs))
+    def resolved(self, max_model_len: int, device: DeviceLimits = CPU_LIMITS) -> Self:
+        """Return a copy with every None of the limits replaced, for a model of this length on such a device."""
+        limits = super().resolved(max_model_len, device)
+        if self.max_num_batched_tokens is not None or not self.enable_chunked_prefill:
+            return limits
+        assert limits.max_num_seqs is not None
+        chunked = CPU_CHUNKED_TOKENS if device.total_bytes is None else device.max_num_batched_tokens
+        return replace(limits, max_num_batched_tokens=max(chunked, limits.max_num_seqs))
 
 
 @dataclass(frozen=True, kw_only=True)

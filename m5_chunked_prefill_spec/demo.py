@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     options, limits = m4.request_options(args), configs["scheduler_config"]
     if m1.is_tour(args):
         if limits.max_num_batched_tokens is None and limits.enable_chunked_prefill:
-            limits = replace(limits, max_num_batched_tokens=max(TOUR_BUDGET, limits.max_num_seqs))
+            limits = replace(limits, max_num_batched_tokens=max(TOUR_BUDGET, limits.max_num_seqs or 0))
         Tour({**configs, "scheduler_config": limits}, params, options, console).run(drafts, demo.num_prompts)
         return
     with LLMEngine(**configs, speculative_config=drafts[0]) as engine:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from m1_single_request.config import DEFAULT_MODEL
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.device_limits import device_limits
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.step_threads import StepThreads, step_threads
@@ -55,7 +56,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     loaded, (limits, executor, rows, worker), budget = fit_to_memory(
         loaded, lambda loaded: build_executor(config, parts, loaded, drafting, tracer, threads), config
     )
-    trace_start(loaded, config.model, tracer)
+    trace_start(loaded, config.model, limits, tracer)
     kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
     costs = cost_table(limits, worker, tracer)
     pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
@@ -91,7 +92,8 @@ def build_executor(
 ) -> Runner:
     """Build the executor for requests of at most `loaded.max_model_len` tokens. `more`: further keywords of the
     `model_runner`."""
-    limits = config.scheduler.resolved(loaded.max_model_len, config.model.torch_device().type)
+    limits = config.scheduler.resolved(loaded.max_model_len, device_limits(loaded, drafting))
+    assert limits.max_num_seqs is not None
     rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
     runner = parts["model_runner"](
         loaded_model=loaded,

@@ -39,7 +39,7 @@ from m6_multimodal_pd.events import GraphsCaptured, GraphsUnavailable
 CAPTURABLE = "triton"
 """The only backend whose launches do not depend on values: `torch` plans on the host, `native` runs on CPUs."""
 MOST_TOKENS = 512
-"""Maximum tokens of a captured verification. In a larger one the arithmetic takes far longer than the launches."""
+"""Maximum tokens of a captured step. In a larger one the arithmetic takes far longer than the launches."""
 
 
 class Bucket(NamedTuple):
@@ -66,7 +66,7 @@ class GraphLimits:
 
     def sizes(self, width: int) -> list[int]:
         """Return the numbers of tokens of the buckets of this width, ascending."""
-        return sizes_up_to(self.max_num_seqs if width == 1 else min(self.max_num_seqs * width, MOST_TOKENS))
+        return sizes_up_to(min(self.max_num_seqs * width, MOST_TOKENS))
 
     def buckets(self) -> list[Bucket]:
         """Return all buckets, from the largest to the smallest."""

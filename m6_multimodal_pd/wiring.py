@@ -82,7 +82,7 @@ class PreparedEngine:
         """Reserve the KV memory, measure, and build the parts, for requests of at most `max_model_len` tokens."""
         config, parts, tracer, encoder = self.config, self.parts, self.tracer, self.encoder
         loaded, (limits, executor, rows, worker) = shortened(self.loaded, self.runs, self._make, max_model_len)
-        trace_start(loaded, config.model, tracer)
+        trace_start(loaded, config.model, limits, tracer)
         kv_cache_config = reserve_kv_memory(executor, config, self.kv_budget, loaded, tracer)
         costs = cost_table(limits, worker, tracer)
         pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from m1_single_request.trace_event import Event
-from m3_paged_attention.events import BackendChosen, EagerSteps, KVSized, ThreadsChanged
+from m3_paged_attention.events import BackendChosen, EagerSteps, KVSized, StepLimits, ThreadsChanged
 from m3_paged_attention.kv_events import (
     BlockCopied,
     BlocksAllocated,
@@ -34,6 +34,9 @@ EXAMPLES: dict[Event, list[str]] = {
     BackendChosen(asked="torch", backend="torch", obstacle=None): ["Kernels: torch, as asked for."],
     ThreadsChanged(num_threads=1, limit=2, num_cores=2, other_cores=0.97): ["1 of 2 CPU threads", "1.0 of 2 cores"],
     BackendChosen(asked="auto", backend="torch", obstacle="no compiler"): ["torch;", "cannot run here: no compiler."],
+    StepLimits(max_num_seqs=512, max_num_batched_tokens=8192, total_bytes=80 * 2**30): [
+        "At most 512 requests run", "8,192 new tokens in a step, on a device of 80.0 GiB.",
+    ],
     EagerSteps(reason="head_dim=24 is no multiple of 32"): [
         "operations of its layers one by one", "not all layers at once: head_dim=24 is no multiple of 32.",
     ],

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
+from m3_paged_attention.device_limits import DeviceLimits
 from m5_chunked_prefill_spec import (
     ConfigError,
     InvalidRequestError,
@@ -73,13 +74,23 @@ def test_a_budget_by_default_is_short_or_fits_whole_prompts(
     values: dict[str, Any], model_len: int, budget: int
 ) -> None:
     config = SchedulerConfig(**values)
-    assert config.resolved(model_len, "cpu") == dataclasses.replace(config, max_num_batched_tokens=budget)
+    seqs = values.get("max_num_seqs", 16)
+    resolved = dataclasses.replace(config, max_num_seqs=seqs, max_num_batched_tokens=budget)
+    assert config.resolved(model_len) == resolved
 
 
 def test_a_step_on_a_gpu_is_larger_unless_it_is_told_otherwise() -> None:
-    assert SchedulerConfig().resolved(4096, "cuda").max_num_batched_tokens == 2048
-    assert SchedulerConfig(max_num_seqs=3000).resolved(4096, "cuda").max_num_batched_tokens == 3000
-    assert SchedulerConfig(max_num_batched_tokens=64).resolved(4096, "cuda").max_num_batched_tokens == 64
+    gpu = DeviceLimits(max_num_seqs=256, max_num_batched_tokens=4096, total_bytes=48 * 2**30)
+
+    def limits(**values: Any) -> tuple[int | None, int | None]:
+        resolved = SchedulerConfig(**values).resolved(8192, gpu)
+        return resolved.max_num_seqs, resolved.max_num_batched_tokens
+
+    assert limits() == (256, 4096)
+    assert limits(max_num_seqs=5000) == (5000, 5000)
+    assert limits(max_num_batched_tokens=64) == (64, 64), "all running requests have a place in a step"
+    assert limits(max_num_seqs=8, max_num_batched_tokens=64) == (8, 64)
+    assert limits(enable_chunked_prefill=False) == (256, 8192)
 
 
 # --- what fits together, once the model is known ----------------------------------------------------------------------

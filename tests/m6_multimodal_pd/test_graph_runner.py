@@ -63,6 +63,12 @@ def test_large_verifications_are_not_captured() -> None:
     assert limits.sizes(65)[-1] == MOST_TOKENS and limits.sizes(1)[-1] == 200
 
 
+def test_decodes_of_more_requests_than_the_largest_bucket_are_not_captured() -> None:
+    limits = GraphLimits(max_num_seqs=MOST_TOKENS + 100, max_model_len=64)
+    assert limits.buckets()[0] == Bucket(MOST_TOKENS, 1) and len(limits.buckets()) == 3 + MOST_TOKENS // 8
+    assert limits.num_rows(limits.buckets()[0]) == MOST_TOKENS
+
+
 # --- what is replayed -------------------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ def build_disaggregated(
         await_engines(router, router.members, deadline)
         input_processor = build_input_processor(
             config,
-            config.scheduler.resolved(length, described.device.type),
+            config.scheduler.resolved(length),
             parts,
             described,
             min(member.joined.total_tokens for member in router.members.values()),
