@@ -115,7 +115,7 @@ class KVSized(Event):
     budget_bytes: int | None
     """Maximum size of the KV memory; None if the number of blocks was given."""
     total_bytes: int | None
-    """Size of the device's memory, if a share of it is the limit."""
+    """Size of the device's memory, or of an engine's part of it, if a share of it is the limit."""
     gpu_memory_utilization: float | None
     """Share of the device's memory that may be used."""
     peak_bytes: int | None
@@ -150,7 +150,7 @@ class KVSized(Event):
             budget_bytes=budget.num_bytes,
             total_bytes=profile.total_bytes if profile else None,
             gpu_memory_utilization=budget.share,
-            peak_bytes=profile.peak_bytes if profile else None,
+            peak_bytes=profile.used_bytes if profile else None,
             block_size=spec.block_size,
             block_bytes=spec.block_bytes,
             bytes_per_token=spec.bytes_per_token,

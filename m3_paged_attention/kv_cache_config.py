@@ -90,9 +90,27 @@ class MemoryProfile:
     """Result of a profiling run on a CUDA device."""
 
     total_bytes: int
-    """The device's memory."""
+    """The device's memory, or the part of it that is this engine's."""
     peak_bytes: int
-    """Peak memory without KV: weights, activations of the largest step, other processes."""
+    """Peak memory of this engine without KV: weights, activations of the largest step."""
+    other_bytes: int = 0
+    """Memory that other processes use."""
+
+    def part(self, num_shares: int) -> "MemoryProfile":
+        """Return the profile of one of `num_shares` engines that divide the device: itself for 1.
+
+        Each of them has an equal part of the memory, and counts its own peak only. What the others use is in their
+        parts, whichever of them starts first, so an engine that starts again gets the same size. The CUDA contexts of
+        all processes must fit into the memory that `gpu_memory_utilization` leaves, a tenth of the device by default.
+        """
+        if num_shares == 1:
+            return self
+        return MemoryProfile(total_bytes=self.total_bytes // num_shares, peak_bytes=self.peak_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that cannot be KV memory."""
+        return self.peak_bytes + self.other_bytes
 
 
 class KVMemorySettings(Protocol):
@@ -195,8 +213,9 @@ def kv_budget(
 ) -> Budget:
     """Return the budget, from one of three sources: a number of blocks, bytes, or a share of the device.
 
-    `profile` is required if `needs_profile` returns True. `max_model_len`, `max_num_seqs` and `num_shares` affect only
-    the default on a CPU; `num_shares` is the number of KV memories of this size on the machine.
+    `profile` is required if `needs_profile` returns True. `max_model_len` and `max_num_seqs` affect only the default on
+    a CPU. `num_shares`: number of KV memories of this size in the memory of the device, which divide it. A size that
+    the user has set in blocks or bytes is not divided.
     """
     if cache_config.num_blocks is not None:
         return Budget(source=size_setting, num_blocks=cache_config.num_blocks)
@@ -206,7 +225,8 @@ def kv_budget(
         return Budget(source="kv_cache_memory_bytes", num_bytes=num_bytes, is_default=named is None)
     assert profile is not None, "a share of the device needs a profiling run"
     share = cache_config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-    num_bytes = int(profile.total_bytes * share) - profile.peak_bytes
+    profile = profile.part(num_shares)
+    num_bytes = int(profile.total_bytes * share) - profile.used_bytes
     return Budget(source="gpu_memory_utilization", num_bytes=num_bytes, share=share, profile=profile)
 
 
@@ -257,7 +277,7 @@ def check_longest(spec: KVCacheSpec, budget: Budget, max_model_len: int, *, is_n
     if budget.profile is None:
         remedy = f"{budget.source} of at least {needed_bytes:,}"
     else:
-        share = math.ceil(1000 * (needed_bytes + budget.profile.peak_bytes) / budget.profile.total_bytes) / 1000
+        share = math.ceil(1000 * (needed_bytes + budget.profile.used_bytes) / budget.profile.total_bytes) / 1000
         remedy = f"gpu_memory_utilization of at least {share}" if share <= 1 else "a smaller model"
     longest = max(num_blocks, 0) * spec.block_size
     remedies = [f"max_model_len of at most {longest:,}", remedy] if longest >= 2 else [remedy]

@@ -47,7 +47,7 @@ def fit_model_len(
 
     Returns `loaded` with that length, the parts that `make` builds for it, and the memory budget. `named`: the user's
     length, which is never changed. If the user set a number of blocks, the model's own length is kept. `num_shares`: as
-    for `kv_budget`. Raises `ConfigError` if fewer than `LEAST_MODEL_LEN` tokens fit, or if the largest step does not.
+    of `kv_budget`. Raises `ConfigError` if fewer than `LEAST_MODEL_LEN` tokens fit, or if the largest step does not.
     """
     least = min(LEAST_MODEL_LEN, loaded.max_model_len)
     while True:

@@ -34,6 +34,8 @@ from m3_paged_attention.worker import GPUWorker
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the model, size the KV memory, and build the engine core from the parts."""
     mode, device = config.scheduler.preemption_mode, config.model.torch_device()
+    # on a CPU the blocks for swapping are in the same memory, and as many
+    has_copy = device.type == "cpu" and mode == "swap" and config.cache.swap_space_bytes is None
     check_cache_config(config.cache, preemption_mode=mode, device=device)
     loaded, (limits, executor), budget = fit_model_len(
         parts["model_loader"](config.model),
@@ -43,7 +45,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         block_size=config.cache.block_size,
         device=device,
         size_setting="num_blocks",
-        num_shares=2 if mode == "swap" and config.cache.swap_space_bytes is None else 1,  # as much again on the host
+        num_shares=2 if has_copy else 1,
     )
     trace_start(loaded, config.model, limits, tracer)
     kv_cache_config: KVCacheConfig = size_kv_cache(

@@ -52,7 +52,7 @@ class GPUWorker:
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - kv_bytes  # without the temporary KV of the run
-        return MemoryProfile(total_bytes=total, peak_bytes=others + peak)
+        return MemoryProfile(total_bytes=total, peak_bytes=peak, other_bytes=others)
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """Return the shape of this model's KV blocks."""

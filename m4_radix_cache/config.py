@@ -53,7 +53,8 @@ class CacheConfig:
     system assigns memory only to pages that are written."""
     gpu_memory_utilization: Share | None = None
     """On CUDA: share of the device's memory for weights, activations and KV together. The KV memory is this share less
-    the memory of weights and of a profiling run. The default there: 0.9. SGLang's `mem_fraction_static`."""
+    the memory of weights and of a profiling run. The default there: 0.9; the engines of a group that are on one device
+    divide it. SGLang's `mem_fraction_static`."""
     debug: bool = False
     """Check every slot that is freed, and audit the whole memory after every step. Slow."""
 

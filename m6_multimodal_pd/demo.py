@@ -55,7 +55,7 @@ class UserConfig:
     video_fps: float | None = None
     """Frames per second of all clips, in place of the times in a file. Default for a folder: 24."""
     pd: bool = False
-    """Use engines that share the work, each a process that loads the model. Implied by the next three flags."""
+    """Use engines that share the work, each a process that loads the model. Implied by the next four flags."""
 
 
 LIMITS = "allowed_url_schemes=--allow-url min_pixels max_pixels encoder_budget embedding_cache_bytes"
@@ -67,7 +67,7 @@ FLAGS: m1.Flags = {
     "pictures": (UserConfig, "image video video_fps"),
     "limits of pictures": (MultimodalConfig, LIMITS),
     "prefill and decode apart": (UserConfig, "pd"),
-    "engines that share the work": (DisaggregationConfig, "prefill decode transport"),
+    "engines that share the work": (DisaggregationConfig, "prefill decode devices transport"),
 }
 
 

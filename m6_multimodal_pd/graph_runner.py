@@ -136,10 +136,11 @@ class StepInputs:
 class GraphRunner:
     """Replays the steps of one model over one KV memory: a `Step` of m3, for steps of few tokens."""
 
-    def __init__(self, model: Decoder, kv: KVStorage, limits: GraphLimits) -> None:
+    def __init__(self, model: Decoder, kv: KVStorage, limits: GraphLimits, *, is_alone: bool = True) -> None:
         """Capture all graphs of the model, which must run its layers one by one now.
 
-        Raises the error of a step that cannot be captured, such as `torch.OutOfMemoryError`.
+        `is_alone`: False if other engines start on the same device meanwhile. Raises the error of a step that cannot be
+        captured, such as `torch.OutOfMemoryError`.
         """
         self.limits = limits
         self.sizes = {width: limits.sizes(width) for width in (1, limits.width)}
@@ -151,7 +152,7 @@ class GraphRunner:
         self.output = torch.zeros((buckets[0].num_tokens, hidden_size), dtype=model.dtype, device=model.device)
         for bucket in buckets:
             self._run(model, kv, bucket)  # warm-up: what is compiled or allocated at a first call may not be captured
-        free = _free_bytes(model.device)
+        used = _used_bytes(model.device, is_alone)
         memory = torch.cuda.graph_pool_handle()  # of the largest graph; each smaller one uses a part of it
         self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         for bucket in buckets:
@@ -160,7 +161,8 @@ class GraphRunner:
             with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
                 self._run(model, kv, bucket)
         fixed = sum(tensor.nbytes for tensor in (*self.inputs.tensors(), self.output))
-        self.num_bytes = max(free - _free_bytes(model.device), 0) + fixed  # another program may free memory meanwhile
+        growth = _used_bytes(model.device, is_alone) - used
+        self.num_bytes = max(growth, 0) + fixed  # another program may free memory meanwhile
         """GPU memory of all graphs, with their inputs and output."""
 
     def takes(self, metadata: AttentionMetadata) -> bool:
@@ -197,9 +199,11 @@ class GraphRunner:
 class GraphCapture:
     """Captures the graphs of an engine's models, after each change of their weights or KV memory."""
 
-    def __init__(self, *, page_size: int, num_draft_tokens: int, tracer: Tracer) -> None:
-        """`num_draft_tokens`: maximum number of drafts of a request in a step."""
-        self.page_size, self.num_draft_tokens, self.tracer = page_size, num_draft_tokens, tracer
+    def __init__(self, *, page_size: int, num_draft_tokens: int, is_alone: bool, tracer: Tracer) -> None:
+        """`num_draft_tokens`: maximum number of drafts of a request in a step. `is_alone`: whether no other engine of
+        a group is on the device."""
+        self.page_size, self.num_draft_tokens = page_size, num_draft_tokens
+        self.is_alone, self.tracer = is_alone, tracer
 
     @torch.inference_mode()
     def capture(self, name: str, model: Decoder, kv: KVStorage, limits: GraphLimits) -> None:
@@ -213,7 +217,7 @@ class GraphCapture:
             self.tracer.emit(GraphsUnavailable, model=name, reason=reason)
             return
         try:
-            kv.step = runner = _captured(model, kv, limits)
+            kv.step = runner = self._captured(model, kv, limits)
         except Exception as error:
             self.tracer.emit(GraphsUnavailable, model=name, reason=f"{type(error).__name__}: {error}")
             return
@@ -228,22 +232,27 @@ class GraphCapture:
             return 0
         kv = KVStorage(KVCacheConfig(spec=kv_cache_spec_of(model, self.page_size), num_blocks=1), device=model.device)
         try:
-            return _captured(model, kv, limits).num_bytes
+            return self._captured(model, kv, limits).num_bytes
         except Exception:
             return 0  # `capture` reports it
 
-
-def _captured(model: Decoder, kv: KVStorage, limits: GraphLimits) -> GraphRunner:
-    """Capture on the model's device. A failed capture leaves torch on another stream, so the stream is restored."""
-    with ExitStack() as stack:
-        stack.enter_context(current_device(model.device))  # also after an update of the weights
-        if model.device.type == "cuda":
-            stack.enter_context(torch.cuda.stream(torch.cuda.current_stream()))
-        return GraphRunner(model, kv, limits)
+    def _captured(self, model: Decoder, kv: KVStorage, limits: GraphLimits) -> GraphRunner:
+        """Capture on the model's device. A failed capture leaves torch on another stream, so the stream is restored."""
+        with current_device(model.device), ExitStack() as stack:  # also after an update of the weights
+            if model.device.type == "cuda":
+                stack.enter_context(torch.cuda.stream(torch.cuda.current_stream()))
+            return GraphRunner(model, kv, limits, is_alone=self.is_alone)
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Return the free memory of the device, without what torch keeps for later tensors."""
+def _used_bytes(device: torch.device, is_alone: bool) -> int:
+    """Return the used memory of the device, without what torch keeps for later tensors.
+
+    For an engine that is not alone: only the memory that torch has in this process. The driver's own copy of the
+    launches is left out then; like the CUDA contexts it must fit into what `gpu_memory_utilization` leaves.
+    """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+    if not is_alone:
+        return torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -16,6 +16,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -70,14 +71,24 @@ def make_keys(args: argparse.Namespace, console: Console) -> None:
 
 def route(args: argparse.Namespace, console: Console) -> None:
     """Run the demo with engines that are started by hand."""
-    flags = given(args, DisaggregationConfig)
-    if "transport" in flags:
-        raise ConfigError(f"transport={flags['transport']!r} has no effect: engines are started by hand")
+    flags_of_group(args)
     demo.run(args, console)
 
 
+def flags_of_group(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags of the group. Raises `ConfigError` for a transport, which has no effect."""
+    flags = given(args, DisaggregationConfig)
+    if "transport" in flags:
+        raise ConfigError(f"transport={flags['transport']!r} has no effect: engines are started by hand")
+    return flags
+
+
 def work(args: argparse.Namespace, console: Console) -> None:
-    """Run an engine until its router is gone, or a signal ends it."""
+    """Run an engine until its router is gone, or a signal ends it.
+
+    It does not know the other engines. The flags --prefill, --decode and --devices describe them: engines on one device
+    divide its memory.
+    """
     for name in OF_REQUESTS:
         if getattr(args, name, None):
             flag = name.rpartition(".")[2].replace("_", "-")
@@ -88,7 +99,8 @@ def work(args: argparse.Namespace, console: Console) -> None:
     model = configs["model_config"]
     configs["model_config"] = model = replace(model, model=model.model or DEFAULT_MODEL)
     fields = {name.removesuffix("_config"): config for name, config in configs.items()}
-    config = EngineConfig(**fields, disaggregation=DisaggregationConfig())
+    shape = {name: value for name, value in flags_of_group(args).items() if name in ("prefill", "decode", "devices")}
+    config = EngineConfig(**fields, disaggregation=DisaggregationConfig(**shape))
     order = Order(
         name=args.name or f"{args.command}-{os.getpid()}",
         role=args.command,

@@ -28,6 +28,7 @@ from m5_chunked_prefill_spec.wiring import (
     cost_table,
 )
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
+from m6_multimodal_pd.disaggregation.config import FIRST_ENGINE, on_own_device
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
 from m6_multimodal_pd.disaggregation.runtime.assembly import build_disaggregated, check_parts
 from m6_multimodal_pd.engine_core import EngineCore
@@ -75,7 +76,7 @@ class PreparedEngine:
         self.encoder = parts["encoder"](tower=loaded.vision, cache=embeddings, budget=budget, tracer=tracer)
         self.threads = step_threads(tracer, loaded, self.drafting)
         group = config.disaggregation
-        num_engines = 1 if group is None else group.prefill + group.decode  # all may be on this machine
+        self.num_engines = num_engines = 1 if group is None else group.num_engines_on(device)
         self.loaded, self.runs, self.kv_budget = fit_to_memory(loaded, self._make, config, num_shares=num_engines)
 
     def complete(self, max_model_len: int) -> EngineCore:
@@ -106,18 +107,21 @@ class PreparedEngine:
         )
 
     def _make(self, loaded: LoadedModel) -> Runner:
-        capture = graph_capture_of(self.config, self.tracer)
+        capture = graph_capture_of(self.config, self.tracer, is_alone=self.num_engines == 1)
         more = {"encoder": self.encoder, "step_threads": self.threads, "graph_capture": capture}
         return build_executor(self.config, self.parts, loaded, self.drafting, self.tracer, self.threads, **more)
 
 
-def graph_capture_of(config: EngineConfig, tracer: Tracer) -> GraphCapture | None:
-    """Return what captures the graphs of the engine's models; None if all steps run eagerly."""
+def graph_capture_of(config: EngineConfig, tracer: Tracer, *, is_alone: bool) -> GraphCapture | None:
+    """Return what captures the graphs of the engine's models; None if all steps run eagerly. `is_alone`: whether no
+    other engine of the group is on its device."""
     if not config.model.wants_graphs:
         return None
     speculative = config.speculative
     num_draft_tokens = 0 if speculative.method is None else speculative.num_speculative_tokens
-    return GraphCapture(page_size=config.cache.page_size, num_draft_tokens=num_draft_tokens, tracer=tracer)
+    return GraphCapture(
+        page_size=config.cache.page_size, num_draft_tokens=num_draft_tokens, is_alone=is_alone, tracer=tracer
+    )
 
 
 prepare = PreparedEngine
@@ -129,7 +133,7 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
     if config.disaggregation is None:
         return build_engine_core(config, parts, tracer)
     check_parts(parts, PARTS, config.disaggregation)
-    described = describe_model(config.model)
+    described = describe_model(on_own_device(config, FIRST_ENGINE).model)
     media = media_reader_of(config, parts, described)
     return build_disaggregated(config, parts, tracer, described=described, media=media, prepare=prepare)
 

@@ -1,12 +1,13 @@
-"""Configuration of a group: the number of its engines, and their connections.
+"""Configuration of a group: the number of its engines, their devices, and their connections.
 
 vLLM: `KVTransferConfig`; SGLang: `--disaggregation-mode`, `--disaggregation-transfer-backend` of `ServerArgs`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import torch
 from msgspec import Meta
 
 from m1_single_request.config import check_path
@@ -17,6 +18,7 @@ from m5_chunked_prefill_spec.config import PositiveFloat
 TransportName = Literal["shared_memory", "in_process"]
 NumEngines = Annotated[int, Meta(ge=1, le=64)]
 HEARTBEAT_TIMEOUT_S = 15.0
+FIRST_ENGINE = "prefill-0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,10 @@ class DisaggregationConfig:
     """Engines that compute prompts."""
     decode: NumEngines = 1
     """Engines that compute answers."""
+    devices: str | None = None
+    """Devices of the engines, such as `cuda:0,cuda:1`: one for each, those of the prefill engines first. None: all
+    engines are on the device of the model. Engines on one device divide its memory: each takes an equal part of
+    `gpu_memory_utilization`."""
     transport: TransportName = "shared_memory"
     """`shared_memory`: each engine is a process of this host. `in_process`: all of them run in this one, in turns, for
     tests and lessons."""
@@ -66,3 +72,61 @@ class DisaggregationConfig:
             )
         if self.address is not None and self.transport == "in_process":
             raise ConfigError("engines of this process are not started by hand: address has no effect")
+        if self.devices is None:
+            return
+        if self.address is not None:
+            raise ConfigError("devices has no effect on engines that are started by hand: each is given its own device")
+        named, num_engines = len(parsed_devices(self.devices)), self.prefill + self.decode
+        if named != num_engines:
+            raise ConfigError(
+                f"devices={shown(self.devices)} names {named}, and the group has {num_engines} engines "
+                f"(prefill={self.prefill}, decode={self.decode}): name one for each"
+            )
+
+    def num_engines_on(self, device: torch.device) -> int:
+        """Return the number of engines on the device of one of them. Raises `ConfigError` if `devices` lacks it."""
+        if self.devices is None:
+            return self.prefill + self.decode
+        number = parsed_devices(self.devices).count((device.type, device.index or 0))
+        if number == 0:
+            raise ConfigError(f"device={device} is not one of devices={shown(self.devices)} of the group")
+        return number
+
+    def device_of(self, name: str) -> str | None:
+        """Return the device of an engine by its name: `decode-0`, or `decode-0_1` after a restart. None: the model's
+        device."""
+        if self.devices is None:
+            return None
+        role, _, number = name.partition("_")[0].partition("-")
+        index = int(number) + (self.prefill if role == "decode" else 0)
+        return self.devices.split(",")[index].strip()
+
+
+def parsed_devices(devices: str) -> list[tuple[str, int]]:
+    """Return type and index of each device. Raises `ConfigError` for a text that does not name devices of one type."""
+    parsed = []
+    for name in devices.split(",") if isinstance(devices, str) else ["meta"]:
+        try:
+            device = torch.device(name.strip())
+        except RuntimeError:
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"devices={shown(devices)} must be a list of devices such as cuda:0,cuda:1")
+        parsed.append((device.type, device.index or 0))
+    if len({kind for kind, _ in parsed}) > 1:
+        raise ConfigError(f"devices={shown(devices)} mixes GPUs and CPUs, whose KV and precision differ: use one type")
+    return parsed
+
+
+def on_own_device(config: Any, name: str) -> Any:
+    """Return the configuration of a group with the device of the engine of this name.
+
+    Raises `ConfigError` if this machine lacks the device, or if the model names one as well.
+    """
+    group, model = config.disaggregation, config.model
+    device = group.device_of(name)
+    if device is None:
+        return config
+    if model.device != "auto":
+        raise ConfigError(f"device={shown(model.device)} and devices={shown(group.devices)}: leave out one of them")
+    return replace(config, model=replace(model, device=device))

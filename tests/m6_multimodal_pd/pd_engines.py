@@ -387,5 +387,5 @@ def engine_of(role: Any, config: Any, shared: Any, send: Any) -> Engine:
 def add(links: LocalLinks, name: str, make: Callable[[Any], Engine]) -> None:
     """Start an engine of one's own making; its argument sends to the router."""
     role: Any = name.partition("-")[0]
-    with patch.object(links, "make", lambda role, send: make(send)):
+    with patch.object(links, "make", lambda name, role, send: make(send)):
         links.start(name, role)

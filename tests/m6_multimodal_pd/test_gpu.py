@@ -14,15 +14,18 @@ import torch
 
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.events import StepLimits
 from m3_paged_attention.models.layers import MLP
-from m6_multimodal_pd import CacheConfig, LLMEngine, ModelConfig, SamplingParams, TraceConfig
+from m6_multimodal_pd import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, TraceConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.events import GraphsCaptured, GraphsUnavailable
 from m6_multimodal_pd.overlap.events import StepArrived, StepLaunched
 from tests.equivalence.harness import check_answer, check_cuts
 from tests.m6_multimodal_pd.engines import counts, greedy, runner_of, setting
+from tests.m6_multimodal_pd.pd_engines import Listener
 from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking
 from tests.m6_multimodal_pd.test_engine import QUESTIONS
+from tests.support.engines import ids
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +75,52 @@ def test_two_engines_on_one_device_answer_as_one(seeing_directory: Path, their_m
     group = DisaggregationConfig(transport=transport)
     with on_gpu(seeing_directory, "auto", disaggregation_config=group) as engine:
         check_answers(engine, their_model, list(QUESTIONS.values()))
+
+
+@pytest.mark.parametrize("transport", ["in_process", "shared_memory"])
+def test_two_engines_of_default_sizes_divide_one_device(tiny_directory: Path, transport: Any) -> None:
+    listener = Listener()
+    configs = {"cache_config": CacheConfig(), "scheduler_config": SchedulerConfig()}
+    group = DisaggregationConfig(transport=transport)
+    trace = TraceConfig(readers=(listener,))
+    with on_gpu(tiny_directory, "auto", disaggregation_config=group, trace_config=trace, **configs) as engine:
+        assert len(engine.generate(PROMPTS[1], greedy(8)).token_ids) == 8
+    sizes = [dict(event.facts) for event in listener.told("kv_sized")]
+    total = torch.cuda.mem_get_info()[1]
+    assert [sized["total_bytes"] for sized in sizes] == [total // 2] * 2
+    assert sum(int(sized["num_bytes"]) for sized in sizes) <= 0.9 * total
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_engines_of_a_group_on_two_devices_answer_as_one(seeing_directory: Path, their_model: Theirs) -> None:
+    config = ModelConfig(model=seeing_directory, dtype="float32")
+    group = DisaggregationConfig(devices="cuda:0,cuda:1")
+    limits = setting(tokens=2048, debug=False)
+    with LLMEngine(model_config=config, disaggregation_config=group, **limits) as engine:
+        check_answers(engine, their_model, list(QUESTIONS.values()))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_engine_on_the_second_gpu_uses_no_memory_of_the_first(seeing_directory: Path, their_model: Theirs) -> None:
+    before = torch.cuda.memory_allocated(0)
+    config = ModelConfig(model=seeing_directory, dtype="float32", device="cuda:1")
+    limits = setting(tokens=2048, debug=False, target_gap_ms=50.0, cost_table=None)
+    with LLMEngine(model_config=config, **limits) as engine:
+        check_answers(engine, their_model, list(QUESTIONS.values()))
+        engine.update_weights(seeing_directory)
+        check_answers(engine, their_model, list(QUESTIONS.values())[:3])
+        assert torch.cuda.memory_allocated(0) == before and torch.cuda.current_device() == 0
+
+
+def test_limits_follow_from_the_device(tiny_directory: Path) -> None:
+    records = Records()
+    configs = {"cache_config": CacheConfig(), "scheduler_config": SchedulerConfig()}
+    with on_gpu(tiny_directory, "auto", **configs, trace_config=TraceConfig(readers=(records,))) as engine:
+        ((_, limits),) = records.of(StepLimits)
+        assert limits.max_num_seqs in (256, 512) and limits.max_num_batched_tokens >= 2048
+        assert limits.total_bytes == torch.cuda.get_device_properties(0).total_memory
+        prompts = [ids(20, 7 * number) for number in range(limits.max_num_seqs)]
+        assert all(output.error is None for output in engine.generate_batch(prompts, greedy(20)).values())
 
 
 def test_an_engine_sizes_its_memory_and_loads_other_weights(seeing_directory: Path, their_model: Theirs) -> None:

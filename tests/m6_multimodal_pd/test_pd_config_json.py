@@ -53,6 +53,7 @@ CONFIG = EngineConfig(
     disaggregation=DisaggregationConfig(
         prefill=2,
         decode=3,
+        devices="cpu,cpu,cpu,cpu,cpu",
         transport="in_process",
         transfer_buffer_bytes=1,
         max_message_bytes=20_000,

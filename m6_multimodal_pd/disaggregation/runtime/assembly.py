@@ -16,7 +16,7 @@ from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m5_chunked_prefill_spec.wiring import build_input_processor
-from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, on_own_device
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.members import Member, vocabulary_of
 from m6_multimodal_pd.disaggregation.router import Router
@@ -93,10 +93,8 @@ def links_of(config: Any, parts: Mapping[str, Any], prepare: Callable[..., Any])
     if group.transport != "in_process":
         return ProcessLinks(config, is_traced=is_traced)
     shared = {**parts, "model_loader": cache(parts["model_loader"])}
-    make = partial(
-        Engine, config=config, parts=shared, prepare=prepare, segments=InProcessSegments(), is_traced=is_traced
-    )
-    return LocalLinks(lambda role, send: make(role=role, send=send))
+    make = partial(Engine, parts=shared, prepare=prepare, segments=InProcessSegments(), is_traced=is_traced)
+    return LocalLinks(lambda name, role, send: make(role=role, config=on_own_device(config, name), send=send))
 
 
 def start_engines(links: LocalLinks | SocketLinks, group: DisaggregationConfig) -> None:

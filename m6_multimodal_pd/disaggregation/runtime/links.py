@@ -53,8 +53,8 @@ class Links(Protocol):
 class LocalLinks:
     """Engines of this process."""
 
-    def __init__(self, make: Callable[[Role, Callable[[ToRouter], None]], Engine]) -> None:
-        """`make` builds an engine of a role; its second argument sends to the router."""
+    def __init__(self, make: Callable[[str, Role, Callable[[ToRouter], None]], Engine]) -> None:
+        """`make` builds the engine of a name and role; its third argument sends to the router."""
         self.make = make
         self.engines: dict[str, Engine] = {}
         self._to: dict[str, list[ToEngine]] = {}
@@ -68,7 +68,7 @@ class LocalLinks:
         def send(message: ToRouter) -> None:
             arrived.append((name, message))
 
-        engine = self.make(role, send)
+        engine = self.make(name, role, send)
         self.engines[name], self._to[name] = engine, []
         send(engine.fitted)
 

@@ -23,7 +23,7 @@ import torch
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.held_interrupt import HeldInterrupt
-from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, on_own_device
 from m6_multimodal_pd.disaggregation.runtime.config_json import to_json
 from m6_multimodal_pd.disaggregation.runtime.credentials import GroupKeys
 from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
@@ -129,7 +129,8 @@ class ProcessLinks(SocketLinks):
         when_dropped(self, _kill, self.children, self.restarts)
 
     def start(self, name: str, role: Role) -> None:
-        """Start an engine; it joins when it is ready. Raises `EngineLostError` if there can be no other process."""
+        """Start an engine; it joins when it is ready. Raises `EngineLostError` if there can be no other process, and
+        `ConfigError` if this machine lacks the engine's device."""
         order = Order(
             name=name,
             role=role,
@@ -138,7 +139,7 @@ class ProcessLinks(SocketLinks):
             owner=f"{self._group}x{secrets.token_hex(6)}",
             is_traced=self.is_traced,
             num_threads=torch.get_num_threads(),
-            config=to_json(self.config),
+            config=to_json(on_own_device(self.config, name)),
         )
         try:
             with HeldInterrupt():  # a process that has started is in `children`, so that it is ended
