@@ -120,14 +120,14 @@ class Model:
 EMBEDDED, SEEING = Model("embedded"), Model("seeing", SEEING_MODEL)
 
 
-def random_model(directory: Path, **changes: int) -> Model:
+def random_model(directory: Path, **changes: Any) -> Model:
     """Write the configuration of a model in the shape of Qwen3-0.6B, with random weights in bfloat16."""
     directory.mkdir(exist_ok=True)
     for path in TEXT_MODEL.iterdir():
         if path.suffix == ".json" or path.suffix == ".jinja":
             (directory / path.name).write_bytes(path.read_bytes())
     config = json.loads((TEXT_MODEL / "config.json").read_text(encoding="utf-8"))
-    config |= SHAPE_0_6B | changes | {"max_position_embeddings": MAX_MODEL_LEN, "dtype": "bfloat16"}
+    config |= SHAPE_0_6B | {"max_position_embeddings": MAX_MODEL_LEN, "dtype": "bfloat16"} | changes
     config.pop("layer_types", None)
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return Model("0.6B", directory, "bfloat16", "dummy")

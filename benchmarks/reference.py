@@ -15,24 +15,26 @@ from benchmarks.engines import Model
 from benchmarks.serving import Served
 from benchmarks.workloads import Workload
 
+CPU = torch.device("cpu")
 
-def load(model: Model, seed: int) -> Any:
+
+def load(model: Model, seed: int, device: torch.device = CPU) -> Any:
     """Load a model as transformers does; random weights are those that the engine draws from the same seed."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     if model.load_format == "auto":
         loaded = AutoModelForCausalLM.from_pretrained(model.directory, dtype=dtype, attn_implementation="sdpa")
     else:
-        loaded = _with_random_weights(model, dtype, seed)
-    return loaded.eval()
+        loaded = _with_random_weights(model, dtype, seed, device)
+    return loaded.to(device).eval()
 
 
-def _with_random_weights(model: Model, dtype: torch.dtype, seed: int) -> Any:
+def _with_random_weights(model: Model, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
     from m3_paged_attention.models.weights import dummy_weights, places
 
     config, shape = AutoConfig.from_pretrained(model.directory), decoder_shape(model)
     with torch.device("meta"):
         loaded = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    weights = places(shape, dummy_weights(shape, dtype, torch.device("cpu"), seed))
+    weights = places(shape, dummy_weights(shape, dtype, device, seed))
     loaded.load_state_dict(weights, strict=False, assign=True)
     loaded.tie_weights()
     loaded.model.rotary_emb = type(loaded.model.rotary_emb)(config)  # its tables are in no checkpoint
@@ -77,10 +79,10 @@ def static(batch_size: int = 16) -> Callable[[Any, Workload], Served]:
 def generate(model: Any, prompts: Sequence[Sequence[int]], num_tokens: int, **settings: Any) -> list[list[int]]:
     """Return `num_tokens` greedy tokens for each prompt, from one batch that is padded on the left."""
     longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64, device=model.device)
     mask = torch.zeros_like(ids)  # `generate` derives the position ids from it
     for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt, device=model.device)
         mask[row, longest - len(prompt) :] = 1
     out = model.generate(
         ids,
