@@ -114,14 +114,15 @@ class Bench:
         work = self._many()
         with self._engine() as engine:
             answer(engine, work.shortened())
-            served, config = answer(engine, work), engine.config
-            limits = {"max_num_seqs": config.scheduler.max_num_seqs, "num_steps": served.counts["num_steps"]}
-        return work.describe() | limits | _speed(work, served.seconds)
+            served, most = answer(engine, work), engine.engine_core.scheduler.max_num_seqs
+        counts = {"max_num_seqs": most, "num_steps": served.counts["num_steps"]}
+        return work.describe() | counts | _speed(work, served.seconds)
 
     def transformers(self) -> Row:
         """Measure `generate` of transformers: the first requests of the same, as one static batch."""
         work = self._many()
         work = replace(work, requests=work.requests[:STATIC_BATCH])
+        self._loaded = None  # it has weights of its own
         model = reference.load(self.model, SEED, self.device)
         run = reference.static(STATIC_BATCH)
         run(model, work.shortened())
