@@ -40,6 +40,8 @@ from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
+from m6_multimodal_pd.multimodal.media_settings import MediaSettings
+from m6_multimodal_pd.multimodal.processor_settings import read_settings
 from m6_multimodal_pd.operations import Operations
 from m6_multimodal_pd.overlap.engine_core import OverlapEngineCore
 from m6_multimodal_pd.prefill_adder import PrefillAdder
@@ -94,7 +96,13 @@ class PreparedEngine:
         )
         return engine_core_class(config, parts)(
             input_processor=build_input_processor(
-                config, limits, parts, loaded, size, media=self.media, guesses_texts_only=self.drafting is not None
+                config,
+                limits,
+                parts,
+                loaded,
+                size,
+                media=self.media,
+                guesses_texts_only=self.drafting is not None,
             ),
             scheduler=build_scheduler(config, limits, with_budget, pools, loaded, costs, tracer),
             executor=executor,
@@ -155,13 +163,15 @@ def media_reader_of(config: EngineConfig, parts: Mapping[str, Any], model: Model
     if language is None:
         check_unused(config.multimodal, model.name)
         return None
-    return parts["media_reader"](
-        name=model.name,
+    image, video = read_settings(model.name, config.multimodal, model.config.vision_config)
+    settings = MediaSettings(
         config=config.multimodal,
-        vision=model.config.vision_config,
+        image=image,
+        video=video,
         tokens=language.media_tokens,
         max_item_tokens=config.multimodal.embedding_cache_bytes // (language.visual_width * model.dtype.itemsize),
     )
+    return parts["media_reader"](settings=settings)
 
 
 def check_unused(config: MultimodalConfig, name: str) -> None:

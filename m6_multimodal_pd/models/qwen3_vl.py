@@ -21,22 +21,11 @@ from m3_paged_attention.models.architecture import DecoderConfig, check_not_quan
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.weights import DecoderWeights
 from m6_multimodal_pd.models.rotary import MRopeTable, mrope_section
+from m6_multimodal_pd.multimodal.media_settings import MediaTokens
 
 ARCHITECTURE, MODEL_TYPE, TEXT_MODEL_TYPE = "Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl_text"
 PREFIX = "model.language_model."
 """Prefix of the names of the decoder's tensors, on the hub and in files of transformers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MediaTokens:
-    """Token ids of images and videos in a prompt."""
-
-    image: int
-    """Placeholder of an image, one for each of its embeddings."""
-    video: int
-    """Placeholder of a frame of a video, one for each of its embeddings."""
-    vision_start: int
-    vision_end: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,14 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import numpy as np
-import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from m1_single_request.errors import shown
-from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.multimodal.config import MultimodalConfig
 from m6_multimodal_pd.multimodal.fetch import check_bytes, read_file, read_url, scheme_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -75,12 +75,17 @@ def read_encoded(source: object, config: MultimodalConfig, what: str) -> bytes:
         return read_url(source, config, what)
     if isinstance(source, str | Path):
         return read_file(source, config, what)
-    if isinstance(source, torch.Tensor):
+    if is_tensor(source):
         raise InvalidMediaError(
             f"{what}: a torch tensor {list(source.shape)} is not taken; give a uint8 array, whose channels come last: "
             "tensor.movedim(-3, -1).numpy() of a tensor [3, height, width] or [frames, 3, height, width]"
         )
     raise InvalidMediaError(f"{what}: {shown(source)} is no image; give {FORMS}")
+
+
+def is_tensor(source: object) -> TypeGuard[Any]:
+    """Return whether this is a torch tensor; torch is not imported for that."""
+    return any((kind.__module__, kind.__name__) == ("torch", "Tensor") for kind in type(source).__mro__)
 
 
 def open_encoded(encoded: bytes) -> Image.Image:

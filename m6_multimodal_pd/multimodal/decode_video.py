@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from m1_single_request.errors import shown
-from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.multimodal.config import MultimodalConfig
 from m6_multimodal_pd.multimodal.decode_image import (
     SUFFIXES,
     Pixels,
     check_size,
+    is_tensor,
     load_pixels,
     open_encoded,
     read_encoded,
@@ -133,7 +133,7 @@ class VideoLoader:
                 return self._of_pictures(self._frame_files(path, what), options, what)
             if path.suffix.lower() in CONTAINERS:
                 raise InvalidMediaError(f"{what}: {path.suffix} files are not read; give {FORMS}")
-        elif not isinstance(source, str | bytes | bytearray | memoryview | torch.Tensor):
+        elif not isinstance(source, str | bytes | bytearray | memoryview) and not is_tensor(source):
             raise InvalidMediaError(f"{what}: {shown(source)} is no video; give {FORMS}")
         encoded = read_encoded(source, self.config, what)
         if CONTAINER_HEAD.match(encoded):

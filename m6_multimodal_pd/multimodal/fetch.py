@@ -27,8 +27,8 @@ from urllib.request import (
 )
 
 from m1_single_request.errors import shown, shown_path
-from m6_multimodal_pd.config import URL_SCHEMES, MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.multimodal.config import URL_SCHEMES, MultimodalConfig
 from m6_multimodal_pd.multimodal.fetch_deadline import Deadline, TimedHandler
 
 CHUNK = 65536

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from m1_single_request.errors import InvalidPromptError, shown
-from m1_single_request.input_processor import Message
 from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.inputs import Modality
 
+Message = Mapping[str, Any]
+"""As m1's, whose file imports torch."""
 MEDIA_KINDS = {
     "image": Modality.IMAGE,
     "image_url": Modality.IMAGE,

@@ -4,18 +4,17 @@ vLLM and SGLang do the same in their multimodal processors.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from m1_single_request.trace_event import some
-from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.models.qwen3_vl import MediaTokens
+from m6_multimodal_pd.multimodal.config import MultimodalConfig
 from m6_multimodal_pd.multimodal.decode_image import Picture, load_pixels
 from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling, VideoLoader, VideoOptions
 from m6_multimodal_pd.multimodal.fetch import read_url
 from m6_multimodal_pd.multimodal.inputs import Modality
 from m6_multimodal_pd.multimodal.media_parts import MEDIA_KINDS, check_part, url_of
+from m6_multimodal_pd.multimodal.media_settings import MediaSettings
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem, VisionProcessor
 
 
@@ -50,23 +49,10 @@ class MediaLoader:
 class MediaReader:
     """Makes patches of media parts as one model's processor does, and keeps nothing of them."""
 
-    def __init__(
-        self,
-        *,
-        name: str | Path,
-        config: MultimodalConfig,
-        vision: Any,
-        tokens: MediaTokens,
-        max_item_tokens: int,
-    ) -> None:
-        """`name`: the model's directory or hub id; `vision`: its `vision_config`; `tokens`: its placeholders;
-        `max_item_tokens`: the largest item whose embeddings fit into the embedding cache.
-
-        Raises `ModelLoadError` for a directory without a processor that fits, `ConfigError` for contradictory limits.
-        """
-        self.processor = VisionProcessor.from_directory(name, config, vision)
-        self.loader = MediaLoader(config, self.processor.video.sampling)
-        self.tokens, self.max_items, self.max_item_tokens = tokens, config.max_items, max_item_tokens
+    def __init__(self, *, settings: MediaSettings) -> None:
+        self.settings = settings
+        self.processor = VisionProcessor(settings.image, settings.video)
+        self.loader = MediaLoader(settings.config, settings.video.sampling)
         self.options_key = self.processor.options_key
         """All settings of the processor, as a key: see `VisionProcessor.options_key`."""
 
@@ -77,10 +63,11 @@ class MediaReader:
         """
         media = self.loader.load(part, what)
         num_tokens = self.processor.layout(media, what).num_tokens
-        if num_tokens > self.max_item_tokens:  # now, because what follows may take much memory
+        if num_tokens > self.settings.max_item_tokens:  # now, because what follows may take much memory
             height, width = media.pixels.shape[-3:-1]
             raise InvalidMediaError(
                 f"{what}: {width} x {height} pixels become {some(num_tokens, 'token')}, and the cache for their "
-                f"embeddings has room for {self.max_item_tokens:,}: raise embedding_cache_bytes, or lower max_pixels"
+                f"embeddings has room for {self.settings.max_item_tokens:,}: raise embedding_cache_bytes, or lower "
+                f"max_pixels"
             )
         return self.processor.process(media, what)

@@ -8,8 +8,7 @@ SGLang: `AutoProcessor` of transformers.
 """
 
 import json
-import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,68 +19,22 @@ from transformers.utils.hub import cached_file
 
 from m1_single_request.errors import ConfigError, ModelLoadError, shown
 from m1_single_request.model_loader import load_part
-from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.multimodal.config import MultimodalConfig
 from m6_multimodal_pd.multimodal.decode_video import FrameSampling
+from m6_multimodal_pd.multimodal.media_settings import BICUBIC, Count, PixelSettings, Rate, VideoSettings
 
 BOTH_FILE, IMAGE_FILE, VIDEO_FILE = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-BICUBIC = 3
 STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 SIZES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 """Keys that the vision tower has, too, and their names there."""
 EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 """Keys of `size`, and their names in older files."""
-
-Count = Annotated[int, msgspec.Meta(ge=1, description="a whole number of at least 1")]
-Rate = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
-Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-Channels = Annotated[tuple[Finite, Finite, Finite], msgspec.Meta(description="three numbers")]
 Object = Annotated[dict[str, Any], msgspec.Meta(description="an object")]
-"""Types of settings; `_checked` writes their descriptions into errors."""
 SAMPLING = {"fps": Rate, "min_frames": Count, "max_frames": Count}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PixelSettings:
-    """Sizes and values of images or of videos, by the keys of the files."""
-
-    patch_size: Count
-    """Pixels along a side of a patch."""
-    temporal_patch_size: Count
-    """Frames in a patch."""
-    merge_size: Count
-    """Patches along a side of the block that becomes one token."""
-    min_pixels: Count
-    """Minimum number of pixels after resizing, of an image or of all frames of a video together ..."""
-    max_pixels: Count
-    """... and the maximum."""
-    image_mean: Channels
-    image_std: Channels
-    rescale_factor: Rate
-
-    @property
-    def factor(self) -> int:
-        """Pixels along a side of a token; the sides of a resized image are multiples of it."""
-        return self.patch_size * self.merge_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class VideoSettings(PixelSettings):
-    """The same for videos, and their sampling."""
-
-    sampling: FrameSampling
-    max_frame_tokens: int | None
-    """Maximum number of tokens of one frame (`max_video_tokens` with `cap_pixels_per_frame`). None: no maximum."""
-
-    def most_pixels(self, num_frames: int) -> int:
-        """Return the maximum number of pixels of all frames together."""
-        if self.max_frame_tokens is None:
-            return self.max_pixels
-        share = min(self.max_frame_tokens * self.factor**2, self.max_pixels // num_frames)
-        return max(share, int(self.min_pixels * 1.05)) * num_frames
 
 
 def read_settings(name: str, config: MultimodalConfig, vision: Any) -> tuple[PixelSettings, VideoSettings]:

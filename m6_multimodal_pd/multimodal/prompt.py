@@ -41,7 +41,8 @@ class MultimodalPrompts:
 
     def __init__(self, text: InputProcessor, media: MediaReader) -> None:
         self.text, self.media = text, media
-        self.tokens = tokens = media.tokens
+        self.max_items, self.tokens = media.settings.config.max_items, media.settings.tokens
+        tokens = self.tokens
         ids = [tokens.image, tokens.video, tokens.vision_start, tokens.vision_end]
         image, video, start, end = list(text.tokenizer.convert_ids_to_tokens(ids))
         self._image, self._frame = image, f"{start}{video}{end}"
@@ -60,9 +61,9 @@ class MultimodalPrompts:
             for index, message in enumerate(messages)
             for number, part in enumerate(media_parts(message))
         ]
-        if len(parts) > self.media.max_items:
+        if len(parts) > self.max_items:
             raise InvalidMediaError(
-                f"{len(parts)} images and videos are more than a request may have: max_items={self.media.max_items}"
+                f"{len(parts)} images and videos are more than a request may have: max_items={self.max_items}"
             )
         text = self.text.render_chat([without_media(message) for message in messages], options)
         found = [placeholder.group() for placeholder in self._placeholder.finditer(text)]

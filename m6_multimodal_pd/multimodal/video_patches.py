@@ -1,15 +1,27 @@
 """Step 3 of an image's way, for videos: frames are resized, normalised and packed into rows of patches.
 
-transformers does the same for images in numpy, which `VisionProcessor` uses as it is, and for videos with torchvision,
-which has no build for a CPU-only torch of every release. So these three functions are ours, with equal results:
-torchvision resizes uint8 frames on a CPU with torch's bicubic filter, which rounds and clamps after each of its two
-passes; the same torch function is called here, because a filter on floats that rounds at the end has other results.
-vLLM and SGLang: transformers' `Qwen3VLVideoProcessor`.
+transformers does this with torchvision, which has no build for a CPU-only torch of every release. So these functions
+are ours, with equal results: torchvision resizes uint8 frames on a CPU with torch's bicubic filter, which rounds and
+clamps after each of its two passes; the same torch function is called here, because a filter on floats that rounds at
+the end has other results. vLLM and SGLang: transformers' `Qwen3VLVideoProcessor`.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from m6_multimodal_pd.multimodal.media_settings import PixelSettings
+
+
+def video_rows(pixels: np.ndarray, size: tuple[int, int], settings: PixelSettings) -> np.ndarray:
+    """Resize uint8 frames `[frames, height, width, 3]` to a width and height; return rows of patches, as `pack`."""
+    frames = resize(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), *reversed(size))
+    return pack(
+        normalise(frames, settings.image_mean, settings.image_std, settings.rescale_factor),
+        patch=settings.patch_size,
+        temporal_patch=settings.temporal_patch_size,
+        merge=settings.merge_size,
+    )
 
 
 def resize(frames: Tensor, height: int, width: int) -> Tensor:

@@ -2,30 +2,24 @@
 
 An image is resized so that its sides are multiples of 32, cut into patches of 16 x 16 pixels, and its values are scaled
 to -1 .. 1; a block of 2 x 2 patches will be one token. A video is the same with time: two frames make one layer of
-patches, and each layer has a timestamp, which stands in the prompt as text. Images go through transformers' numpy
-processor; videos through `video_patches.py`, because transformers' processor for them requires torchvision. vLLM: the
-`Qwen3VLProcessor` of transformers, called in `multimodal/processing`; SGLang: `QwenVLImageProcessor`
-(`multimodal/processors/qwen_vl.py`).
+patches, and each layer has a timestamp, which stands in the prompt as text. All values are equal to those of
+transformers' processors. These are not called, because a process that reads images would import torch for them, and
+that of videos requires torchvision. vLLM: the `Qwen3VLProcessor` of transformers, called in `multimodal/processing`;
+SGLang: `QwenVLImageProcessor` (`multimodal/processors/qwen_vl.py`).
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from transformers import Qwen2VLImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as image_size
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as video_size
 
-from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.decode_image import Picture, Pixels
+from m6_multimodal_pd.multimodal.decode_image import Picture
 from m6_multimodal_pd.multimodal.decode_video import Frames
+from m6_multimodal_pd.multimodal.image_patches import image_rows
 from m6_multimodal_pd.multimodal.inputs import Grid, Modality, MultimodalDataItem, content_hash
-from m6_multimodal_pd.multimodal.processor_settings import BICUBIC, PixelSettings, VideoSettings, read_settings
-from m6_multimodal_pd.multimodal.video_patches import normalise, pack, resize
+from m6_multimodal_pd.multimodal.media_settings import PixelSettings, VideoSettings
 
 MAX_ASPECT_RATIO = 200  # transformers' own limit
 
@@ -70,24 +64,11 @@ class VisionProcessor:
         self.image, self.video = image, video
         self.options_key = json.dumps([asdict(image), asdict(video)], sort_keys=True).encode()
         """All settings that change features: two processors with the same key make the same features of an item."""
-        self._images = Qwen2VLImageProcessorPil(**asdict(image), resample=BICUBIC)
-
-    @classmethod
-    def from_directory(cls, name: str | Path, config: MultimodalConfig, vision: Any) -> "VisionProcessor":
-        """Return the processor of a model directory or hub id, with the limits of `config` in place of its own.
-
-        `vision` is the model's `vision_config`. Raises `ModelLoadError` or `ConfigError`, see `read_settings`.
-        """
-        return cls(*read_settings(str(name), config, vision))
 
     def image_layout(self, width: int, height: int, what: str = "image") -> Layout:
         """Return the layout of an image of this size. Raises `InvalidMediaError` if it is too long and narrow."""
         check_aspect_ratio(width, height, what)
-        settings = self.image
-        rows, columns = image_size(
-            height, width, factor=settings.factor, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels
-        )
-        return _layout(settings, 1, columns, rows)
+        return _layout(self.image, 1, *_resized(1, width, height, 1, self.image, self.image.max_pixels))
 
     def video_layout(self, num_frames: int, width: int, height: int, what: str = "video") -> Layout:
         """Return the layout of a video of sampled frames. Raises `InvalidMediaError` for one frame only, too."""
@@ -98,16 +79,10 @@ class VisionProcessor:
                 "give more, or give it as an image"
             )
         check_aspect_ratio(width, height, what)
-        rows, columns = video_size(
-            num_frames,  # as sampled, before the last is repeated: so does transformers
-            height,
-            width,
-            temporal_factor=settings.temporal_patch_size,
-            factor=settings.factor,
-            min_pixels=settings.min_pixels,
-            max_pixels=settings.most_pixels(num_frames),
-        )
-        return _layout(settings, -(-num_frames // settings.temporal_patch_size), columns, rows)
+        pair, most = settings.temporal_patch_size, settings.most_pixels(num_frames)
+        enlarged = max(1.0, settings.factor / width, settings.factor / height)  # a side of a token at least
+        size = _resized(num_frames, int(width * enlarged), int(height * enlarged), pair, settings, most)
+        return _layout(settings, -(-num_frames // pair), *size)
 
     def layout(self, media: Picture | Frames, what: str) -> Layout:
         """Return the layout of the item that `process` will make. Raises `InvalidMediaError` as that does."""
@@ -120,9 +95,12 @@ class VisionProcessor:
         """Resize, normalise and pack. Raises `InvalidMediaError` for an item that no size fits; `what` names it."""
         layout = self.layout(media, what)
         if isinstance(media, Picture):
-            return ProcessedItem(self._item(media, Modality.IMAGE, self._image_rows(media.pixels), layout), layout, ())
+            feature = image_rows(media.pixels, layout.size, self.image)
+            return ProcessedItem(self._item(media, Modality.IMAGE, feature, layout), layout, ())
+        from m6_multimodal_pd.multimodal.video_patches import video_rows  # it imports torch
+
         seconds = timestamps(media.indices, media.video_fps, self.video.temporal_patch_size)
-        feature = self._video_rows(media.pixels, layout)
+        feature = video_rows(media.pixels, layout.size, self.video)
         return ProcessedItem(self._item(media, Modality.VIDEO, feature, layout), layout, seconds)
 
     def _item(
@@ -136,21 +114,6 @@ class VisionProcessor:
             grid_thw=layout.grid_thw,
             hash=content_hash(modality, feature, layout.grid_thw, self.options_key),
             size=(width, height),
-        )
-
-    def _image_rows(self, pixels: Pixels) -> np.ndarray:
-        # the format is passed, because the processor infers a wrong one for an image of three rows
-        made = self._images.preprocess([pixels], input_data_format="channels_last", return_tensors="np")
-        return np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
-
-    def _video_rows(self, pixels: np.ndarray, layout: Layout) -> np.ndarray:
-        settings = self.video
-        frames = resize(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), *reversed(layout.size))
-        return pack(
-            normalise(frames, settings.image_mean, settings.image_std, settings.rescale_factor),
-            patch=settings.patch_size,
-            temporal_patch=settings.temporal_patch_size,
-            merge=settings.merge_size,
         )
 
 
@@ -175,3 +138,20 @@ def check_aspect_ratio(width: int, height: int, what: str) -> None:
 def _layout(settings: PixelSettings, grid_t: int, width: int, height: int) -> Layout:
     grid = (grid_t, height // settings.patch_size, width // settings.patch_size)
     return Layout(grid, (height // settings.factor, width // settings.factor), (width, height))
+
+
+def _resized(
+    num_frames: int, width: int, height: int, temporal: int, settings: PixelSettings, most: int
+) -> tuple[int, int]:
+    """Return the width and height nearest to these that are multiples of a token's side, for `min_pixels` to `most`
+    pixels of all frames together; as `smart_resize` of transformers, both of images and of videos."""
+    factor, area = settings.factor, num_frames * width * height
+    sides = [round(side / factor) * factor for side in (width, height)]
+    together = round(num_frames / temporal) * temporal * math.prod(sides)
+    if together > most:
+        beta = math.sqrt(area / most)
+        sides = [max(factor, math.floor(side / beta / factor) * factor) for side in (width, height)]
+    elif together < settings.min_pixels:
+        beta = math.sqrt(settings.min_pixels / area)
+        sides = [math.ceil(side * beta / factor) * factor for side in (width, height)]
+    return sides[0], sides[1]

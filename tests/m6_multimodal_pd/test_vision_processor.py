@@ -16,6 +16,7 @@ from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from m6_multimodal_pd.multimodal.decode_video import Frames
 from m6_multimodal_pd.multimodal.media_reader import MediaLoader
+from m6_multimodal_pd.multimodal.processor_settings import read_settings
 from m6_multimodal_pd.multimodal.video_patches import resize
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem, VisionProcessor, timestamps
 
@@ -42,7 +43,7 @@ def save(directory: Path, image: Any = None, video: Any = None, both: Any = None
 def make(directory: Path, image: Any = None, video: Any = None, **config: Any) -> VisionProcessor:
     """A processor whose files have these settings in place of Qwen3-VL's."""
     save(directory, IMAGE | (image or {}), VIDEO | (video or {}))
-    return VisionProcessor.from_directory(directory, MultimodalConfig(**config), VISION)
+    return VisionProcessor(*read_settings(str(directory), MultimodalConfig(**config), VISION))
 
 
 def sized(low: int, high: int) -> dict[str, Any]:
@@ -224,7 +225,7 @@ def test_ranges_are_read_however_the_files_have_them(tmp_path: Path) -> None:
         {"size": {"shortest_edge": 1, "longest_edge": 2}, "min_pixels": 5000, "max_pixels": 90000},
     ):
         save(tmp_path, rest | size, VIDEO)
-        assert VisionProcessor.from_directory(tmp_path, MultimodalConfig(), VISION).image == expected
+        assert VisionProcessor(*read_settings(str(tmp_path), MultimodalConfig(), VISION)).image == expected
 
 
 def test_both_processors_may_stand_in_one_file(tmp_path: Path) -> None:
@@ -232,13 +233,13 @@ def test_both_processors_may_stand_in_one_file(tmp_path: Path) -> None:
     apart = make(tmp_path)
     both = {"image_processor": IMAGE, "video_processor": VIDEO, "processor_class": "Qwen3VLProcessor"}
     save(tmp_path, IMAGE | sized(1024, 2048), VIDEO | sized(1024, 2048), both)
-    together = VisionProcessor.from_directory(tmp_path, MultimodalConfig(), VISION)
+    together = VisionProcessor(*read_settings(str(tmp_path), MultimodalConfig(), VISION))
     assert together.options_key == apart.options_key
 
 
 def test_without_a_file_for_videos_qwen3_vls_own_settings_hold(tmp_path: Path) -> None:
     save(tmp_path, IMAGE)
-    processor = VisionProcessor.from_directory(tmp_path, MultimodalConfig(), VISION)
+    processor = VisionProcessor(*read_settings(str(tmp_path), MultimodalConfig(), VISION))
     assert (processor.video.min_pixels, processor.video.max_pixels) == (131072, 786432)
     sampling = processor.video.sampling
     assert (sampling.fps, sampling.min_frames, sampling.max_frames) == (2, 4, 768)
@@ -276,14 +277,14 @@ def test_broken_files_are_refused(tmp_path: Path, content: str) -> None:
     for name in names:
         (tmp_path / name).write_text(content)
         with pytest.raises(ModelLoadError, match=name):
-            VisionProcessor.from_directory(tmp_path, MultimodalConfig(), VISION)
+            VisionProcessor(*read_settings(str(tmp_path), MultimodalConfig(), VISION))
         (tmp_path / name).unlink()
         save(tmp_path, IMAGE, VIDEO)
 
 
 def test_a_directory_without_processor_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"has no preprocessor_config\.json"):
-        VisionProcessor.from_directory(tmp_path, MultimodalConfig(), VISION)
+        VisionProcessor(*read_settings(str(tmp_path), MultimodalConfig(), VISION))
 
 
 def test_the_key_of_the_options_changes_with_whatever_changes_features(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from transformers import (
 
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.multimodal.decode_video import Frames
+from m6_multimodal_pd.multimodal.processor_settings import read_settings
 from m6_multimodal_pd.multimodal.vision_processor import VisionProcessor
 from training import evaluate, evaluate_vision, loop, scenes, tiny_qwen3_vl, vision_card, vision_skills
 from training.card import sha256
@@ -393,7 +394,7 @@ def test_the_engine_makes_of_a_clip_the_patches_that_training_makes(saved):
     """Where each pixel goes: `tests/m6_multimodal_pd/test_vision_processor.py`."""
     frames = np.random.default_rng(0).integers(0, 256, (4, 64, 96, 3), dtype=np.uint8)
     vision = AutoConfig.from_pretrained(saved).vision_config
-    processor = VisionProcessor.from_directory(saved, MultimodalConfig(), vision)
+    processor = VisionProcessor(*read_settings(str(saved), MultimodalConfig(), vision))
     made = processor.process(Frames(frames, (0, 1, 2, 3), video_fps=2.0, total=4)).item.feature
     np.testing.assert_allclose(patches(frames), made, rtol=0, atol=1e-6)
 

@@ -1,0 +1,73 @@
+"""Configuration of images and videos: limits, budgets of their encoder.
+
+The limits are checked before an image is decoded, because images may come from untrusted users. The encoder has two:
+the tokens that a step encodes, and the memory for embeddings. This file imports no torch, as all files that read an
+image. vLLM: `MultiModalConfig`, `EncoderCacheManager`'s budgets; SGLang:
+`--mm-...` of `ServerArgs`, `SGLANG_VLM_CACHE_SIZE_MB`.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from m1_single_request.errors import ConfigError, shown
+from m1_single_request.field_rules import PositiveInt, check_fields
+
+URL_SCHEMES = ("file", "http", "https")
+ENCODER_BUDGETS = {"cpu": 1024, "cuda": 16384}
+"""By the kind of device: maximum number of image tokens encoded per step."""
+Seconds = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultimodalConfig:
+    """Limits for images and videos and for their encoder."""
+
+    allowed_url_schemes: tuple[str, ...] = ()
+    """Schemes of URLs that are read: `file`, `http`, `https`. None of them by default: a URL makes the engine read what
+    its sender cannot reach. `data:` URLs contain their image and are always accepted."""
+    url_timeout_s: Seconds = 10.0
+    """Timeout of a URL in seconds, up to its last byte and including all redirects."""
+    max_items: PositiveInt = 16
+    """Maximum number of images and videos in one request."""
+    max_file_bytes: PositiveInt = 32 * 2**20
+    """Maximum size of an encoded image or animation."""
+    max_image_pixels: PositiveInt = 2**25
+    """Maximum width times height, compared with the file's header before a pixel is decoded. PIL rejects files of more
+    than twice `PIL.Image.MAX_IMAGE_PIXELS` with any value of this field."""
+    max_video_frames: PositiveInt = 4096
+    """Maximum number of frames of a video before sampling."""
+    max_video_pixels: PositiveInt = 2**28
+    """Maximum width times height of all sampled frames together. Of an animation all frames count, because each is
+    drawn over the one before."""
+    min_pixels: PositiveInt | None = None
+    """Minimum number of pixels of an image after resizing. None: that of the model's processor."""
+    max_pixels: PositiveInt | None = None
+    """Maximum number of pixels of an image after resizing. None: that of the model's processor."""
+    encoder_budget: PositiveInt | None = None
+    """Maximum number of image tokens encoded per step, for all requests together; a larger item is the only one that is
+    encoded in its step. None: 1,024 on a CPU, 16,384 on CUDA."""
+    embedding_cache_bytes: PositiveInt = 128 * 2**20
+    """Memory for embeddings, which are kept for later requests until others need it. Unlike KV they are shared across
+    `cache_salt`s: the time to a first token may show that another request had the same image."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        check_schemes(self.allowed_url_schemes)
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ConfigError(f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}")
+
+    def budget(self, device_type: str) -> int:
+        """Return the maximum number of image tokens encoded per step on a device of this type."""
+        return self.encoder_budget or ENCODER_BUDGETS.get(device_type, ENCODER_BUDGETS["cpu"])
+
+
+def check_schemes(schemes: object) -> None:
+    """Raise `ConfigError` unless these are names of schemes that can be allowed."""
+    if not isinstance(schemes, tuple | list | frozenset | set):
+        raise ConfigError(f"allowed_url_schemes={shown(schemes)} must be a tuple of names, such as ('https',)")
+    for scheme in schemes:
+        if not isinstance(scheme, str) or scheme not in URL_SCHEMES:
+            raise ConfigError(f"allowed_url_schemes: {shown(scheme)} is not one of {', '.join(URL_SCHEMES)}")
