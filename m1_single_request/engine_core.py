@@ -220,7 +220,7 @@ class EngineCoreBase(ABC):
         """Mark these requests to end with `error`; all requests if the device is lost."""
         error = self._judged(error)
         if self.dead is not None:
-            request_ids = list(self._queues.requests)
+            request_ids = list(self._open)
         self._intake.finish_requests(request_ids, FinishError(error))
 
     def _judged(self, error: Exception) -> Exception:

@@ -29,20 +29,30 @@ class RequestFamilies:
 
         Raises `DuplicateRequestError` if one of the ids is in use; then none is queued.
         """
-        children = request.children if isinstance(request, ParentRequest) else []
-        for request_id in (request.request_id, *(child.request_id for child in children)):
-            if request_id in self._parents or request_id in self.scheduler.requests:
-                raise DuplicateRequestError(
-                    f"request id {shown(request_id)} is in use: it has not finished yet"
-                    + (f" (request {shown(request.request_id)} with n={len(children)} needs it)" if children else "")
-                )
+        self.check_ids(request)
         if not isinstance(request, ParentRequest):
             self.scheduler.add_request(request)
             return
         self.tracer.emit(ParallelSampling.of, request)
         self._parents[request.request_id] = request
-        for child in children:
+        for child in request.children:
             self.scheduler.add_request(child)
+
+    def check_ids(self, request: Request) -> None:
+        """Raise `DuplicateRequestError` if an id of a request, or of one of its children, is in use."""
+        ids = ids_of(request)
+        for request_id in ids:
+            if self.is_taken(request_id):
+                family = (
+                    f" (request {shown(request.request_id)} with n={len(ids) - 1} needs it)" if len(ids) > 1 else ""
+                )
+                raise DuplicateRequestError(
+                    f"request id {shown(request_id)} is in use: it has not finished yet{family}"
+                )
+
+    def is_taken(self, request_id: str) -> bool:
+        """Return whether an unfinished request has this id."""
+        return request_id in self._parents or request_id in self.scheduler.requests
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark requests to end; a parent's id means all its children. Returns the given ids that were marked."""
@@ -81,3 +91,9 @@ class RequestFamilies:
         for parent in self._parents.values():
             parent.update_from_children()
         self._parents.clear()
+
+
+def ids_of(request: Request) -> list[str]:
+    """Return the id of a request, and those of its children."""
+    children = request.children if isinstance(request, ParentRequest) else []
+    return [request.request_id, *(child.request_id for child in children)]

@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from m1_single_request.errors import EngineUsageError
-from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import FinishAbort, Request
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.request import ParentRequest
 from m4_radix_cache.engine_core import EngineCore as RadixEngineCore
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch as PlainModelWorkerBatch
 from m4_radix_cache.scheduler import Scheduler
+from m6_multimodal_pd.input_processor import InputProcessor, children_of
 from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.multimodal.encoder import Encoder
+from m6_multimodal_pd.multimodal.media_intake import MediaIntake
 from m6_multimodal_pd.operations import Operations
 from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.request import Req
@@ -30,9 +30,9 @@ from m6_multimodal_pd.request import Req
 class EngineCore(RadixEngineCore):
     """Engine core of a model with a vision encoder.
 
-    `add_request` traces the images of a request, and `_execute` adds those of a step to its batch. `clear_kv_caches`
-    and `close` also clear the embedding cache; `close` also ends a profile. `stats` and `run_step` add the totals of
-    the encoder.
+    `add_request` traces the images of a request, and `_execute` adds those of a step to its batch; `run_step` first
+    queues the requests whose images were read. `clear_kv_caches` and `close` also clear the embedding cache; `close`
+    also ends a profile, and the processes that read images. `stats` and `run_step` add the totals of the encoder.
     """
 
     def __init__(
@@ -57,14 +57,16 @@ class EngineCore(RadixEngineCore):
             parts=parts,
             tracer=tracer,
         )
+        self._intake = self.families = self.media_intake = MediaIntake(
+            scheduler=scheduler, tracer=tracer, input_processor=input_processor
+        )
         self.encoder, self.operations = encoder, operations
         self._encoder_totals = encoder.totals  # up to the last finished step
 
     def add_request(self, request: Request) -> None:
-        """Queue a checked request, and trace its images; it runs in later steps."""
+        """Queue a checked request, and trace its images; it runs in later steps, after its images are read."""
         super().add_request(request)
-        children: list[Any] = request.children if isinstance(request, ParentRequest) else [request]
-        for child in children:
+        for child in children_of(request):
             if child.multimodal_inputs is not None:
                 child.multimodal_inputs.trace_arrival(child.request_id, self.tracer)
 
@@ -82,6 +84,7 @@ class EngineCore(RadixEngineCore):
         try:
             super().close()
         finally:
+            self.media_intake.close()
             self.encoder.close()
 
     def clear_kv_caches(self) -> None:
@@ -90,9 +93,9 @@ class EngineCore(RadixEngineCore):
 
     def stats(self) -> EngineStats:
         """Return the totals up to the last finished step, and the state of both caches."""
-        return EngineStats(
-            **vars(super().stats()), **self._encoder_totals, embedding_cache_bytes=self.encoder.cache.used_bytes
-        )
+        totals = vars(super().stats()) | self._encoder_totals
+        totals["num_waiting"] += len(self.media_intake.reading)
+        return EngineStats(**totals, embedding_cache_bytes=self.encoder.cache.used_bytes)
 
     def _execute(self, batch: PlainModelWorkerBatch) -> ModelRunnerOutput:
         """Run a batch, with the images of its requests."""
@@ -104,7 +107,13 @@ class EngineCore(RadixEngineCore):
         return ModelWorkerBatch(**vars(batch), multimodal_inputs=inputs) if any(inputs) else batch
 
     def run_step(self) -> dict[str, RequestOutput]:
-        """Run one step and add it to the totals."""
+        """Queue the requests whose images were read, run one step, and add it to the totals. While all requests wait
+        for images there is no step."""
+        self.check_alive()
+        for request in self.media_intake.take_read():
+            self.add_request(request)
+        if self.media_intake.is_only_reading:
+            return {}
         outputs = super().run_step()
         self._encoder_totals = self.encoder.totals
         return outputs

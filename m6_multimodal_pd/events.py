@@ -1,4 +1,4 @@
-"""Events about images: received, positions assigned, encoded, found encoded, evicted; and about CUDA graphs.
+"""Events about images: awaited, received, positions assigned, encoded, found encoded, evicted; and about CUDA graphs.
 
 All other events are those of m1 to m5. In a sentence, an image is named by the first letters of its content's hash:
 the same content has the same name in every request. `of` takes an object of `multimodal/` as `Any`, because its file
@@ -16,6 +16,36 @@ HASH_LETTERS = 8
 def named(content: str) -> str:
     """Return the short name of a content."""
     return content[:HASH_LETTERS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaAwaited(Event):
+    """A request was accepted, and waits for its images, which other processes read. `request_added` follows."""
+
+    style: ClassVar[str] = "magenta"
+    rid: str
+    """Request id."""
+    num_items: int
+    """Number of its images and videos."""
+
+    def explain(self) -> str:
+        return f"{self.rid} waits in front of the queue until another process has read {some(self.num_items, 'item')}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaProcessLost(Event):
+    """A process that reads images has ended. Another one takes its place."""
+
+    style: ClassVar[str] = "red"
+    what: str
+    """The image that it had."""
+    status: int | None
+    """Its exit status; minus the number of a signal that has killed it. None if it does not end."""
+
+    def explain(self) -> str:
+        return (
+            f"A process that reads images has ended (status {self.status}), with {self.what}. Another one is started."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

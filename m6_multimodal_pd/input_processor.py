@@ -1,8 +1,9 @@
 """Input processor for prompts with images: messages may have them, and an image that cannot be used is rejected here.
 
 m5's intake checks texts and token ids, those of such prompts too. Before that, `multimodal/prompt.py` replaces images
-by placeholders; after it, each request gets the images of its prompt. SGLang: `TokenizerManager` with its
-`mm_processor`; vLLM: `InputProcessor` with its `MultiModalProcessor`.
+by placeholders; after it, each request gets the images of its prompt. If other processes read the images, a request is
+built twice: `process_request` checks everything but the images, and `completed` builds the request that runs. SGLang:
+`TokenizerManager` with its `mm_processor`; vLLM: `InputProcessor` with its `MultiModalProcessor`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,11 @@ from m3_paged_attention.request import ParentRequest
 from m5_chunked_prefill_spec.input_processor import InputProcessor as TextInputProcessor
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, PadValues
 from m6_multimodal_pd.multimodal.media_parts import media_parts, without_media
+from m6_multimodal_pd.multimodal.media_pool import MediaJob, MediaPool
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.prompt import ChatPrompt, MultimodalPrompts
-from m6_multimodal_pd.request import Req
+from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
+from m6_multimodal_pd.request import Req, UnreadMedia
 
 
 class InputProcessor(TextInputProcessor):
@@ -36,9 +39,11 @@ class InputProcessor(TextInputProcessor):
         max_num_batched_tokens: int | None,
         max_total_tokens: int,
         media: MediaReader | None,
+        media_pool: MediaPool | None,
         guesses_texts_only: bool,
     ) -> None:
-        """`media`: None for a model without vision. `guesses_texts_only`: the draft model has no vision."""
+        """`media`: None for a model without vision. `media_pool`: processes that read the images of messages; None if
+        this process does. `guesses_texts_only`: the draft model has no vision."""
         super().__init__(
             request_class=request_class,
             detokenizer_class=detokenizer_class,
@@ -50,23 +55,61 @@ class InputProcessor(TextInputProcessor):
         self.guesses_texts_only = guesses_texts_only
         self.pad_values = PadValues(self.vocab_size)
         self.prompts = None if media is None else MultimodalPrompts(self, media)
+        self.media_pool = media_pool
 
     def process_request(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> Request:
         """Build a request as m1 does; a prompt may also be messages, or the result of `apply_chat_template`.
 
         Raises a subclass of `InvalidRequestError`.
         """
+        unread = None
         if is_conversation(prompt):
-            prompt = self.apply_chat_template(prompt)
+            prompt, unread = self._without_reading(prompt, params, options)
         inputs = prompt.multimodal_inputs if isinstance(prompt, ChatPrompt) else None
-        if inputs is not None and self.guesses_texts_only and options.get("speculate", True):
+        if (inputs or unread) and self.guesses_texts_only and options.get("speculate", True):
             raise InvalidRequestError(
                 "the draft model has no vision tower: a request with images needs speculate=False, or an engine with "
                 "SpeculativeConfig(method='ngram')"
             )
         request = super().process_request(request_id, prompt, params, **options)
-        self._add_images(request.children if isinstance(request, ParentRequest) else [request], inputs)
+        children = children_of(request)
+        if unread is None:
+            self._add_images(children, inputs)
+        else:
+            children[0].unread = unread
         return request
+
+    def _without_reading(
+        self, messages: Sequence[Message], params: SamplingParams, options: Mapping[str, Any]
+    ) -> tuple[list[int], UnreadMedia | None]:
+        """Return the prompt of a conversation, and None; or, if other processes read its images, the prompt with one
+        placeholder for each, and the images."""
+        if self.prompts is None or self.media_pool is None:
+            return self.apply_chat_template(messages), None
+        draft = self.prompts.draft(messages)
+        unread = self.prompts.media.loader.unread
+        jobs = [MediaJob.of(unread(part, what), what) for part, what in draft.parts]
+        return self.prompts.complete(draft, []), UnreadMedia(draft, jobs, params, options) if jobs else None
+
+    def completed(self, request: Request) -> Request | None:
+        """Return the request that takes the place of one with unread images; None while one of them has no result.
+
+        Raises the error of an image that cannot be used, and of a prompt that is too long, as `process_request`.
+        """
+        unread: UnreadMedia = children_of(request)[0].unread
+        results = [job.result for job in unread.jobs if job.result is not None]
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        assert self.prompts is not None, "a model without vision has no images"
+        items = [result for result in results if isinstance(result, ProcessedItem)]
+        self.prompts.check_room(items)
+        if len(items) < len(unread.jobs):
+            return None
+        prompt = self.prompts.complete(unread.draft, items)
+        whole = self.process_request(request.request_id, prompt, unread.params, **unread.options)
+        whole.final_only = request.final_only
+        return whole
 
     def apply_chat_template(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids of a conversation up to the assistant's answer, with its images (`ChatPrompt`).
@@ -94,6 +137,11 @@ class InputProcessor(TextInputProcessor):
             for request in requests:
                 assert isinstance(request, Req), "the part `request` must be a Req"
                 request.multimodal_inputs = inputs
+
+
+def children_of(request: Request) -> list[Any]:
+    """Return the requests that a scheduler gets for `request`: itself, or `n` of them."""
+    return request.children if isinstance(request, ParentRequest) else [request]
 
 
 def is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:

@@ -5,9 +5,28 @@ share KV between two prompts whose placeholders are the same and whose images ar
 SGLang: `Req.multimodal_inputs` in `managers/schedule_batch.py`; vLLM: `Request.mm_features`.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from m1_single_request.sampling_params import SamplingParams
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m5_chunked_prefill_spec.request import Req as TextReq
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, PaddedKey
+from m6_multimodal_pd.multimodal.media_pool import MediaJob
+from m6_multimodal_pd.multimodal.prompt import PromptDraft
+
+
+@dataclass(frozen=True)
+class UnreadMedia:
+    """What is needed to build a request again, when its images are read by another process."""
+
+    draft: PromptDraft
+    jobs: Sequence[MediaJob]
+    """One for each part of the draft."""
+    params: SamplingParams
+    options: Mapping[str, Any]
+    """The other arguments of `process_request`."""
 
 
 class Req(TextReq):
@@ -15,6 +34,9 @@ class Req(TextReq):
 
     multimodal_inputs: MultimodalInputs | None = None
     """The images and videos of the prompt; None for a prompt without any."""
+    unread: UnreadMedia | None = None
+    """Images that are not read yet. Such a request is never scheduled; another one, with their placeholders in its
+    prompt, takes its place."""
 
     @property
     def key(self) -> RadixKey:

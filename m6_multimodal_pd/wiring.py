@@ -39,6 +39,7 @@ from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
+from m6_multimodal_pd.multimodal.media_pool import MediaPool
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.media_settings import MediaSettings
 from m6_multimodal_pd.multimodal.processor_settings import read_settings
@@ -69,6 +70,7 @@ class PreparedEngine:
         prefix_cache_class(config.cache, parts)  # raises before the model is loaded
         loaded = parts["model_loader"](config.model)
         self.media = media_reader_of(config, parts, loaded)  # first: an error of its files comes before measurements
+        self.media_pool = media_pool_of(self.media, parts, tracer)
         self.drafting = load_draft_model(
             parts["model_loader"], config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
         )
@@ -102,6 +104,7 @@ class PreparedEngine:
                 loaded,
                 size,
                 media=self.media,
+                media_pool=self.media_pool,
                 guesses_texts_only=self.drafting is not None,
             ),
             scheduler=build_scheduler(config, limits, with_budget, pools, loaded, costs, tracer),
@@ -143,7 +146,10 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
     check_parts(parts, PARTS, config.disaggregation)
     described = describe_model(on_own_device(config, FIRST_ENGINE).model)
     media = media_reader_of(config, parts, described)
-    return build_disaggregated(config, parts, tracer, described=described, media=media, prepare=prepare)
+    pool = media_pool_of(media, parts, tracer)
+    return build_disaggregated(
+        config, parts, tracer, described=described, media=media, media_pool=pool, prepare=prepare
+    )
 
 
 def engine_core_class(config: EngineConfig, parts: Mapping[str, Any]) -> Any:
@@ -172,6 +178,16 @@ def media_reader_of(config: EngineConfig, parts: Mapping[str, Any], model: Model
         max_item_tokens=config.multimodal.embedding_cache_bytes // (language.visual_width * model.dtype.itemsize),
     )
     return parts["media_reader"](settings=settings)
+
+
+def media_pool_of(media: MediaReader | None, parts: Mapping[str, Any], tracer: Tracer) -> MediaPool | None:
+    """Return the processes that read the images of messages, which start with the first one; None if this process reads
+    them. Raises `ConfigError` for processes and a media reader of the user's own."""
+    if media is None or not media.settings.config.num_media_processes:
+        return None
+    if parts["media_reader"] is not MediaReader:
+        raise ConfigError("num_media_processes has no effect on a media_reader of your own, which runs in this process")
+    return MediaPool(media.settings, tracer)
 
 
 def check_unused(config: MultimodalConfig, name: str) -> None:

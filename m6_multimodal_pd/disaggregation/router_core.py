@@ -16,12 +16,12 @@ from typing import Any
 from m1_single_request.engine_core import EngineCoreBase
 from m1_single_request.errors import ConfigError, EngineUsageError, shown
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
-from m3_paged_attention.parallel_sampling import RequestFamilies
 from m6_multimodal_pd.disaggregation.members import Member
 from m6_multimodal_pd.disaggregation.router import ON_JOINING, Router
 from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT
 from m6_multimodal_pd.disaggregation.runtime.messages import Call, Joined
 from m6_multimodal_pd.errors import EngineLostError
+from m6_multimodal_pd.multimodal.media_intake import MediaIntake
 from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.step_profiler import StepProfiler
 
@@ -36,8 +36,8 @@ COUNTED_HERE = {"num_waiting", "num_running", "num_finished", "num_output_tokens
 
 
 class RouterCore(EngineCoreBase):
-    """Runs the steps of a group of engines. `close` also ends the engines; `stats` adds up their totals, and counts
-    requests once."""
+    """Runs the steps of a group of engines. `run_step` first queues the requests whose images were read. `close` also
+    ends the engines, and the processes that read images; `stats` adds up their totals, and counts requests once."""
 
     kv_bytes_per_token = 0
 
@@ -46,11 +46,19 @@ class RouterCore(EngineCoreBase):
     ) -> None:
         """`model`: that the engines have loaded."""
         self.router, self.model = router, model
-        self.families = RequestFamilies(scheduler=router, tracer=router.tracer)
+        self.families = MediaIntake(scheduler=router, tracer=router.tracer, input_processor=input_processor)
         super().__init__(input_processor, router, output_processor, parts, router.tracer)
         self._intake = self.families
         self.operations = GroupOperations(weakref.proxy(self))  # without a cycle a group ends with its last user
         self._numbers = count(ON_JOINING + 1)
+
+    def run_step(self) -> dict[str, RequestOutput]:
+        """Queue the requests whose images were read, and run one step. While all requests wait for images there is no
+        step."""
+        self.check_alive()
+        for request in self.families.take_read():
+            self.add_request(request)
+        return {} if self.families.is_only_reading else super().run_step()
 
     def step(self) -> dict[str, RequestOutput]:
         """Receive the messages of the engines, for 50 ms at most; return the output of every request that changed."""
@@ -72,6 +80,7 @@ class RouterCore(EngineCoreBase):
             self.router.links.close()
         finally:  # a second Ctrl-C may stop it: no message goes out any more
             self.router.members.clear()
+            self.families.close()
         super().close()
 
     def stats(self) -> SingleRequestStats:
@@ -82,6 +91,7 @@ class RouterCore(EngineCoreBase):
         """
         self._call("stats", "", STATS_TIMEOUT_S)
         members, own = self.router.members.values(), vars(super().stats())
+        own = own | {"num_waiting": own["num_waiting"] + len(self.families.reading)}
         of_engines = [m.result_of("stats") if "stats" in m.answers else stats_of_idle(m.joined) for m in members]
         summed = EngineStats.__dataclass_fields__.keys() - COUNTED_HERE
         totals = {name: sum(stats.get(name, 0) for stats in of_engines) for name in summed}

@@ -1,9 +1,9 @@
-"""Configuration of images and videos: limits, budgets of their encoder.
+"""Configuration of images and videos: limits, budgets of their encoder, and the processes that read them.
 
 The limits are checked before an image is decoded, because images may come from untrusted users. The encoder has two:
-the tokens that a step encodes, and the memory for embeddings. This file imports no torch, as all files that read an
-image. vLLM: `MultiModalConfig`, `EncoderCacheManager`'s budgets; SGLang:
-`--mm-...` of `ServerArgs`, `SGLANG_VLM_CACHE_SIZE_MB`.
+the tokens that a step encodes, and the memory for embeddings. This file imports no torch, as all files that a process
+needs to read an image (`media_process.py`). vLLM: `MultiModalConfig`, `EncoderCacheManager`'s budgets; SGLang:
+`--mm-...` of `ServerArgs`, `SGLANG_VLM_CACHE_SIZE_MB`, `SGLANG_IO_WORKERS`.
 """
 
 import sys
@@ -19,11 +19,12 @@ URL_SCHEMES = ("file", "http", "https")
 ENCODER_BUDGETS = {"cpu": 1024, "cuda": 16384}
 """By the kind of device: maximum number of image tokens encoded per step."""
 Seconds = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+NumProcesses = Annotated[int, Meta(ge=0, le=64)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultimodalConfig:
-    """Limits for images and videos and for their encoder."""
+    """Limits for images and videos and for their encoder, and the processes that read them."""
 
     allowed_url_schemes: tuple[str, ...] = ()
     """Schemes of URLs that are read: `file`, `http`, `https`. None of them by default: a URL makes the engine read what
@@ -52,6 +53,10 @@ class MultimodalConfig:
     embedding_cache_bytes: PositiveInt = 128 * 2**20
     """Memory for embeddings, which are kept for later requests until others need it. Unlike KV they are shared across
     `cache_salt`s: the time to a first token may show that another request had the same image."""
+    num_media_processes: NumProcesses = 0
+    """Processes that fetch, decode and resize images, so that no step of other requests waits for that. They start with
+    the first image. A request then waits in front of the queue until its images are read, and one whose image cannot be
+    used ends with `finish_reason="error"`. 0: the call that adds a request reads its images, and raises the error."""
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

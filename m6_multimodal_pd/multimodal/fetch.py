@@ -86,14 +86,9 @@ def check_bytes(size: int, config: MultimodalConfig, what: str) -> None:
 
 def read_url(url: str, config: MultimodalConfig, what: str) -> bytes:
     """Return the content of a `data:` URL, or the bytes at a URL whose scheme is allowed."""
-    scheme = scheme_of(url)
+    scheme = check_url(url, config, what)
     if scheme == "data":
         return _read_data_url(url, config, what)
-    if scheme not in URL_SCHEMES:
-        known = ", ".join(("data", *config.allowed_url_schemes))
-        raise InvalidMediaError(f"{what}: {shown(url)} is not an accepted URL; accepted are {known}")
-    if scheme not in config.allowed_url_schemes:
-        raise InvalidMediaError(f"{what}: {refusal(scheme)}; the URL is {shown(url)}")
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -101,6 +96,17 @@ def read_url(url: str, config: MultimodalConfig, what: str) -> bytes:
     if scheme == "file":
         return read_file(_file_of(parts, what), config, what)
     return _read_http(url, config, what)
+
+
+def check_url(url: str, config: MultimodalConfig, what: str) -> str:
+    """Return the scheme of a URL. Raises `InvalidMediaError` unless it is `data` or an allowed one."""
+    scheme = scheme_of(url)
+    if scheme != "data" and scheme not in URL_SCHEMES:
+        known = ", ".join(("data", *config.allowed_url_schemes))
+        raise InvalidMediaError(f"{what}: {shown(url)} is not an accepted URL; accepted are {known}")
+    if scheme != "data" and scheme not in config.allowed_url_schemes:
+        raise InvalidMediaError(f"{what}: {refusal(scheme)}; the URL is {shown(url)}")
+    return scheme
 
 
 def refusal(scheme: str) -> str:

@@ -3,15 +3,18 @@
 vLLM and SGLang do the same in their multimodal processors.
 """
 
+import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
+from m1_single_request.errors import is_unicode
 from m1_single_request.trace_event import some
 from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.config import MultimodalConfig
 from m6_multimodal_pd.multimodal.decode_image import Picture, load_pixels
 from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling, VideoLoader, VideoOptions
-from m6_multimodal_pd.multimodal.fetch import read_url
+from m6_multimodal_pd.multimodal.fetch import check_bytes, check_url, read_url, scheme_of
 from m6_multimodal_pd.multimodal.inputs import Modality
 from m6_multimodal_pd.multimodal.media_parts import MEDIA_KINDS, check_part, url_of
 from m6_multimodal_pd.multimodal.media_settings import MediaSettings
@@ -45,6 +48,38 @@ class MediaLoader:
             return Picture(load_pixels(source, self.config, what))
         return self._videos.load(source, VideoOptions.of(part, what), what)
 
+    def unread(self, part: Mapping[str, Any], what: str) -> dict[str, Any] | Picture | Frames:
+        """Check a part without reading it, and return it for another process: a source of text, bytes or paths stays
+        unread. Of any other source, an array or a PIL image for example, return the pixels: only this process has them.
+
+        Raises `InvalidMediaError` for wrong keys and options, a URL that is not allowed, and pixels.
+        """
+        kind = check_part(part)
+        source = part[kind]
+        if MEDIA_KINDS[kind] is Modality.VIDEO:
+            VideoOptions.of(part, what)
+        if kind.endswith("_url"):
+            source = url_of(source, kind, what)
+        if isinstance(source, str) and (kind.endswith("_url") or scheme_of(source) is not None):
+            check_url(source, self.config, what)
+        elif isinstance(source, bytes | bytearray | memoryview):
+            check_bytes(memoryview(source).nbytes, self.config, what)
+            source = bytes(source)
+        elif isinstance(source, list | tuple) and all(map(_is_path, source)):
+            source = [os.path.abspath(each) for each in source]
+        elif _is_path(source):
+            source = os.path.abspath(source)  # another process may have another working directory
+        else:
+            return self.load(part, what)
+        return {**part, kind: source}
+
+
+def _is_path(source: object) -> TypeGuard[str | Path]:
+    """Return whether this is a path that a message can have."""
+    if isinstance(source, str) and (source == "" or scheme_of(source) is not None):
+        return False
+    return isinstance(source, str | Path) and is_unicode(str(source))
+
 
 class MediaReader:
     """Makes patches of media parts as one model's processor does, and keeps nothing of them."""
@@ -56,12 +91,12 @@ class MediaReader:
         self.options_key = self.processor.options_key
         """All settings of the processor, as a key: see `VisionProcessor.options_key`."""
 
-    def process(self, part: Mapping[str, Any], what: str) -> ProcessedItem:
-        """Return the patches of an image or a video. `what` names it in errors.
+    def process(self, part: Mapping[str, Any] | Picture | Frames, what: str) -> ProcessedItem:
+        """Return the patches of an image or a video, or of the pixels of one. `what` names it in errors.
 
         Raises `InvalidMediaError` for any value that is not one.
         """
-        media = self.loader.load(part, what)
+        media = part if isinstance(part, Picture | Frames) else self.loader.load(part, what)
         num_tokens = self.processor.layout(media, what).num_tokens
         if num_tokens > self.settings.max_item_tokens:  # now, because what follows may take much memory
             height, width = media.pixels.shape[-3:-1]

@@ -1,6 +1,7 @@
 """Settings of a model's media reader: sizes and values of its images and videos, its placeholders, and limits.
 
-They are all that a reader of images needs; this file imports no torch. `processor_settings.py` reads them from the model's files.
+They are all that another process needs to read the same images (`media_process.py`), so this file imports no torch.
+`processor_settings.py` reads them from the model's files.
 """
 
 import sys

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,17 @@ class ChatPrompt(list[int]):
         self.multimodal_inputs = multimodal_inputs
 
 
+class PromptDraft(NamedTuple):
+    """A prompt whose images are not read: their sizes, and so their tokens, are unknown."""
+
+    text: str
+    """With one placeholder for each image."""
+    kinds: Sequence[Modality]
+    """Of the placeholders, in the order of the text."""
+    parts: Sequence[tuple[Mapping[str, Any], str]]
+    """The images and videos in the order of the messages, each with its name in errors."""
+
+
 class MultimodalPrompts:
     """Makes prompts of conversations with images and videos."""
 
@@ -55,6 +66,15 @@ class MultimodalPrompts:
         Raises `InvalidPromptError`, `InvalidMediaError` for an image, and `PromptTooLongError` if images alone leave no
         room for an output token.
         """
+        draft, items = self.draft(messages, options), list[ProcessedItem]()
+        for part, name in draft.parts:
+            items.append(self.media.process(part, name))
+            self.check_room(items)  # here, because the patches of many images may take much memory
+        return self.complete(draft, items)
+
+    def draft(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> PromptDraft:
+        """Return the prompt of a conversation whose images are not read yet. Raises `InvalidPromptError`, and
+        `InvalidMediaError` for too many images."""
         check_messages(messages)
         parts = [
             (part, f"{MEDIA_KINDS[part['type']].value} {number} of message {index}")
@@ -69,11 +89,24 @@ class MultimodalPrompts:
         found = [placeholder.group() for placeholder in self._placeholder.finditer(text)]
         kinds = [Modality.IMAGE if placeholder == self._image else Modality.VIDEO for placeholder in found]
         self._check_counts(kinds, [MEDIA_KINDS[part["type"]] for part, _ in parts])
-        if not parts:
-            return ChatPrompt(self.text.encode(text, add_special_tokens=False))
-        items = self._processed(parts)
-        waiting = {kind: iter([made for made in items if made.item.modality is kind]) for kind in Modality}
-        return self._expanded(text, [next(waiting[kind]) for kind in kinds])  # the first image has the first place
+        return PromptDraft(text, kinds, parts)
+
+    def complete(self, draft: PromptDraft, items: Sequence[ProcessedItem]) -> ChatPrompt:
+        """Return the prompt of a draft, with the patches of its parts."""
+        if not items:
+            return ChatPrompt(self.text.encode(draft.text, add_special_tokens=False))
+        coming = {kind: iter([made for made in items if made.item.modality is kind]) for kind in Modality}
+        # the first image has the first place
+        return self._expanded(draft.text, [next(coming[kind]) for kind in draft.kinds])
+
+    def check_room(self, items: Sequence[ProcessedItem]) -> None:
+        """Raise `PromptTooLongError` if the tokens of some items of a prompt alone leave no room for an output."""
+        num_tokens = sum(made.layout.num_tokens for made in items)
+        if num_tokens >= self.text.max_model_len:
+            raise PromptTooLongError(
+                f"the images and videos of the messages are {num_tokens:,} tokens, counted up to number {len(items)}; "
+                f"max_model_len is {self.text.max_model_len} for prompt and output together"
+            )
 
     def check(self, token_ids: Sequence[int], inputs: MultimodalInputs | None) -> None:
         """Raise `InvalidPromptError` for a prompt whose placeholders are not those of its images, or are at other
@@ -107,20 +140,6 @@ class MultimodalPrompts:
                     f"the messages have {some(num_given, kind.value)}, and the prompt that the chat template made of "
                     f"them has {some(num_found, 'placeholder')} for that: {advice}"
                 )
-
-    def _processed(self, parts: Sequence[tuple[Mapping[str, Any], str]]) -> list[ProcessedItem]:
-        """Return the patches of all parts. Raise `PromptTooLongError` once their tokens alone are too many."""
-        items: list[ProcessedItem] = []
-        num_tokens = 0
-        for part, name in parts:
-            items.append(self.media.process(part, name))
-            num_tokens += items[-1].layout.num_tokens
-            if num_tokens >= self.text.max_model_len:  # here, because the patches of many images may take much memory
-                raise PromptTooLongError(
-                    f"the images and videos of the messages are {num_tokens:,} tokens, counted up to number "
-                    f"{len(items)}; max_model_len is {self.text.max_model_len} for prompt and output together"
-                )
-        return items
 
     def _expanded(self, text: str, items: Sequence[ProcessedItem]) -> ChatPrompt:
         """Return the prompt with the placeholders of all items, which are in the order of their first ones in `text`.

@@ -21,6 +21,8 @@ from m6_multimodal_pd.events import (
     GraphsUnavailable,
     ItemEvicted,
     ItemReceived,
+    MediaAwaited,
+    MediaProcessLost,
     PositionsAssigned,
 )
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
@@ -88,6 +90,10 @@ LAUNCHED = StepLaunched(num_tokens=1025, num_futures=2, behind=6, waited_for=Non
 ARRIVED = StepArrived(is_async=True, device_ms=1.25, waited_ms=0.5)
 
 EXAMPLES: dict[Event, list[str]] = {
+    MediaAwaited(rid="a", num_items=2): ["a waits in front of the queue until another process has read 2 items."],
+    MediaProcessLost(what="image 0 of message 1", status=-9): [
+        "A process that reads images has ended (status -9), with image 0 of message 1. Another one is started."
+    ],
     CHANGED: ["Room 7 (a), decode side: waiting for input -> transferring: the first pages have come."],
     SENT: ["4 pages of a, from page 3 on, lie ready for decode-0: 1.0 MiB in 1.00 ms (1.0 GB/s); more will come."],
     replace(SENT, num_pages=1, is_last=True): ["1 page of a, from page 3 on", "the last ones."],

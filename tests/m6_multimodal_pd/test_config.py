@@ -30,6 +30,7 @@ WRONG: Wrong = {
     MultimodalConfig: {
         **{name: NOT_WHOLE if name in OPTIONAL else (*NOT_WHOLE, None) for name in WHOLE},
         "url_timeout_s": (0, -2.0, NAN, INFINITE, "10", True, None),
+        "num_media_processes": (-1, 65, 1.5, "1", True, None, NAN),
     },
     DisaggregationConfig: {"max_message_bytes": (0, 300, 16_383)},
     ModelConfig: {"cuda_graphs": (0, 1, "yes", "auto", NAN)},
@@ -91,6 +92,7 @@ def test_a_tower_on_a_gpu_may_do_more_in_a_step_unless_it_is_told_otherwise() ->
         {"min_pixels": 4096},
         {"allowed_url_schemes": ("https",)},
         {"max_items": 3},
+        {"num_media_processes": 1},
     ],
     ids=lambda limits: next(iter(limits)),
 )

@@ -49,6 +49,7 @@ CONFIG = EngineConfig(
         max_pixels=2**40,
         encoder_budget=99,
         embedding_cache_bytes=12345,
+        num_media_processes=2,
     ),
     disaggregation=DisaggregationConfig(
         prefill=2,

@@ -43,12 +43,20 @@ def check_parts(parts: Mapping[str, Any], standard: Mapping[str, Any], group: Di
 
 
 def build_disaggregated(
-    config: Any, parts: Mapping[str, Any], tracer: Tracer, *, described: Any, media: Any, prepare: Callable[..., Any]
+    config: Any,
+    parts: Mapping[str, Any],
+    tracer: Tracer,
+    *,
+    described: Any,
+    media: Any,
+    media_pool: Any,
+    prepare: Callable[..., Any],
 ) -> RouterCore:
     """Build a group of engines behind a router, and wait until they have joined.
 
-    `described`: the model without weights; `media`: its media reader; `prepare` prepares one engine. Raises
-    `EngineLostError` for an engine that does not join, and the error of one that cannot be built.
+    `described`: the model without weights; `media`: its media reader; `media_pool`: processes that read images, or
+    None; `prepare` prepares one engine. Raises `EngineLostError` for an engine that does not join, and the error of one
+    that cannot be built.
     """
     group = config.disaggregation
     with ExitStack() as undo:
@@ -72,6 +80,7 @@ def build_disaggregated(
             described,
             min(member.joined.total_tokens for member in router.members.values()),
             media=media,
+            media_pool=media_pool,
             guesses_texts_only=config.speculative.method == "draft_model",
         )
         core = RouterCore(

@@ -1,0 +1,194 @@
+"""Processes that read media for an engine, each one item at a time; all others wait here.
+
+They start when the first item comes. A process that dies while it reads is replaced, and its item is read once more:
+the system may have killed it for memory that others took. An item whose second process dies, too, fails. Nothing here
+waits for a process, except `receive` for as long as its caller allows. New in this milestone. vLLM reads media in
+threads of the process of its API server, apart from the engine core; SGLang: `io_executor` and `cpu_executor` of its
+`BaseMultimodalProcessor`.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from m1_single_request.tracer import Tracer
+from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
+from m6_multimodal_pd.errors import InvalidMediaError, PeerLostError, RemoteError, WireError
+from m6_multimodal_pd.events import MediaProcessLost
+from m6_multimodal_pd.multimodal import media_process
+from m6_multimodal_pd.multimodal.decode_image import Picture
+from m6_multimodal_pd.multimodal.decode_video import Frames
+from m6_multimodal_pd.multimodal.media_channel import (
+    Channel,
+    Done,
+    FromProcess,
+    Order,
+    ProcessFrames,
+    ProcessPicture,
+    ReadPart,
+)
+from m6_multimodal_pd.multimodal.media_settings import MediaSettings
+from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
+
+MAX_ATTEMPTS = 2
+REAP_TIMEOUT_S = 1.0
+"""Seconds that the system may take to end a killed process."""
+
+
+@dataclass(eq=False)
+class MediaJob:
+    """An item to be read."""
+
+    message: ReadPart | ProcessPicture | ProcessFrames
+    result: ProcessedItem | Exception | None = None
+    """None until it is read."""
+    num_attempts: int = 0
+
+    @classmethod
+    def of(cls, unread: dict[str, Any] | Picture | Frames, what: str) -> "MediaJob":
+        """Return the job for a result of `MediaLoader.unread`; `what` names the item in errors."""
+        if isinstance(unread, Picture):
+            return cls(ProcessPicture(what, unread))
+        return cls(ProcessFrames(what, unread) if isinstance(unread, Frames) else ReadPart.of(unread, what))
+
+
+class MediaProcess:
+    """One process, and the job that it has."""
+
+    def __init__(self, settings: MediaSettings) -> None:
+        """Start the process. Raises `OSError` if the system does not allow another one."""
+        self.job: MediaJob | None = None
+        ours, theirs = socket.socketpair()
+        self.channel: Channel[Done | Any] = Channel(ours, FromProcess)
+        descriptor = theirs.fileno()
+        # `-P`, and a process group of its own: as an engine of a group, see `disaggregation/runtime/processes.py`
+        command = [sys.executable, "-P", str(Path(media_process.__file__)), str(descriptor)]
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    pass_fds=[descriptor],
+                    process_group=0,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        try:
+            self.channel.send(Order(settings))
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> int | None:
+        """Kill the process, which holds nothing that outlives it. Return its exit status, None if it does not end."""
+        self.channel.connection.close()
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(REAP_TIMEOUT_S)
+        return self.process.returncode
+
+
+class MediaPool:
+    """The processes of one engine, and the jobs that wait for them, first come first served."""
+
+    def __init__(self, settings: MediaSettings, tracer: Tracer) -> None:
+        self.settings, self.tracer = settings, tracer
+        self.waiting: deque[MediaJob] = deque()
+        self.processes: list[MediaProcess] = []
+        self._failed: list[MediaJob] = []
+        """Jobs that no process has, to be returned by the next `receive`."""
+        when_dropped(self, _end_all, self.processes)
+
+    def submit(self, jobs: Iterable[MediaJob]) -> None:
+        """Queue jobs; idle processes get the first ones at once."""
+        self.waiting.extend(jobs)
+        self._dispatch()
+
+    def cancel(self, jobs: Collection[MediaJob]) -> None:
+        """Remove jobs. One that a process has is read to its end, and its result is of no use."""
+        for job in jobs:
+            with suppress(ValueError):
+                self.waiting.remove(job)
+
+    def receive(self, timeout_s: float) -> list[MediaJob]:
+        """Return the jobs that have a result since the last call. Wait at most `timeout_s` seconds for one."""
+        finished, self._failed = self._failed, []
+        busy = {each.channel.connection: each for each in self.processes if each.job is not None}
+        for connection in wait(list(busy), 0.0 if finished else timeout_s) if busy else ():
+            process = busy[connection]  # type: ignore[index]
+            assert process.job is not None
+            try:
+                message = process.channel.receive()
+            except (EOFError, OSError):
+                self._replace(process, process.job)
+                continue
+            job, process.job = process.job, None
+            job.result = message.item if isinstance(message, Done) else _error_of(message)
+            finished.append(job)
+        self._dispatch()
+        return finished
+
+    def close(self) -> None:
+        """End all processes. May be called twice."""
+        self.waiting.clear()
+        _end_all(self.processes)
+
+    def _dispatch(self) -> None:
+        """Give waiting jobs to idle processes, and start processes until there are enough."""
+        while self.waiting:
+            process = next((each for each in self.processes if each.job is None), None)
+            if process is None and len(self.processes) == self.settings.config.num_media_processes:
+                return
+            job = self.waiting.popleft()
+            try:
+                process = process or self._start()
+                process.channel.send(job.message)
+                process.job = job
+            except WireError as error:
+                self._fail(job, InvalidMediaError(f"{job.message.what}: it cannot go to another process: {error}"))
+            except OSError as error:
+                if process is None:
+                    self._fail(job, PeerLostError(f"{job.message.what}: no process can be started to read it: {error}"))
+                else:  # it has ended while it had nothing to do, or there is no memory for the message
+                    self._replace(process, job)
+
+    def _start(self) -> MediaProcess:
+        process = MediaProcess(self.settings)
+        self.processes.append(process)
+        return process
+
+    def _replace(self, process: MediaProcess, job: MediaJob) -> None:
+        """Remove a process that has ended. Its job is the next one, unless it was the last attempt."""
+        self.processes.remove(process)
+        status = process.end()
+        self.tracer.emit(MediaProcessLost, what=job.message.what, status=status)
+        job.num_attempts += 1
+        if job.num_attempts < MAX_ATTEMPTS:
+            self.waiting.appendleft(job)
+        else:
+            text = f"{job.message.what}: the process that read it has ended, for the second time (status {status})"
+            self._fail(job, PeerLostError(text))
+
+    def _fail(self, job: MediaJob, error: Exception) -> None:
+        job.result = error
+        self._failed.append(job)
+
+
+def _error_of(failed: Any) -> Exception:
+    return InvalidMediaError(failed.text) if failed.is_media_error else RemoteError(failed.text)
+
+
+def _end_all(processes: list[MediaProcess]) -> None:
+    while processes:
+        processes.pop().end()
