@@ -26,7 +26,7 @@ COMMANDS = {
     "m3": Command("m3", "blocks: speed against transformers, memory, preemption, sharing, the roofline", "15 min"),
     "m4": Command("m4", "prefix cache: tokens and time saved, its own cost, eviction, gaps of a stream", "10 min"),
     "m5": Command("m5", "budget of a step, gaps, speculation, scheduling", "12 min"),
-    "m6": Command("m6", "pictures: first tokens, the vision tower, gaps, steps beside m5's", "2 min"),
+    "m6": Command("m6", "pictures: first tokens, the vision tower, gaps, steps beside m5's, reading", "4 min"),
     "m6_pd": Command("m6_pd", "prefill and decode apart: bytes, bandwidth, overhead, gaps, the roofline", "5 min"),
     "m6_overlap": Command("m6_overlap", "overlapped steps against the normal order, the host's time hidden", "5 min"),
     "device": Command("device", "an 8B model on a GPU: bandwidth and arithmetic reached, graphs, overlap", "6 min"),
