@@ -6,7 +6,8 @@ from m1_single_request.errors import EngineError, InvalidRequestError
 class InvalidMediaError(InvalidRequestError):
     """An image or a video that cannot be used: broken, too large, of an unknown form, or at a URL that is not allowed.
 
-    No request was queued, and no other request is affected.
+    No request was queued, or, if another process has read the image, its request ends with this error. No other request
+    is affected.
     """
 
 

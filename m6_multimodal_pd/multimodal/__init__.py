@@ -5,8 +5,10 @@ Intake, in the call that adds a request (`input_processor.py`):
 1. `media_parts.py`: find the images and videos of the messages, and check their keys.
 2. Pixels: `fetch.py` reads the bytes of a file or a URL (`fetch_deadline.py`: until a deadline), `decode_image.py` and
    `decode_video.py` decode them within the limits of `MultimodalConfig`.
-3. Patches: `vision_processor.py` resizes and cuts, `video_patches.py` does so for frames, with the settings of the
-   model's files (`processor_settings.py`). `media_reader.py` does steps 1 to 3 of one image in one call.
+3. Patches: `vision_processor.py` resizes and cuts (`image_patches.py`, of a video `video_patches.py`), with the
+   settings of the model's files (`processor_settings.py`, `media_settings.py`). `media_reader.py` does steps 1 to 3 of
+   one image in one call. Another process may make that call (`media_pool.py`, `media_process.py`, `media_channel.py`);
+   then the request waits in the intake (`media_intake.py`).
 4. `prompt.py`: write the prompt, with one placeholder token for each embedding.
 5. `mrope.py`: compute the positions of all tokens on three axes.
 6. `inputs.py`: store the items and positions in the request (`request.py`), and build its key in the prefix cache.
