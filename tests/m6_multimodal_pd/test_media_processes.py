@@ -159,6 +159,16 @@ def test_every_form_of_an_image_gives_the_same_tokens(reading: Any, make_engine:
     check_same(engines, [several, *(showing(part) for part in named.values())])
 
 
+def test_a_path_is_that_of_the_caller_wherever_the_process_was_started(
+    reading: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = reading()
+    wanted = engine.generate(showing(image(FILES["one"])), SHORT).token_ids
+    (tmp_path / "here.png").write_bytes(FILES["one"])
+    monkeypatch.chdir(tmp_path)
+    assert engine.generate(showing(image("here.png")), SHORT).token_ids == wanted
+
+
 @pytest.mark.exhaustive
 def test_every_form_of_a_video_gives_the_same_tokens(reading: Any, make_engine: MakeEngine, tmp_path: Path) -> None:
     """A process imports torch for it."""
