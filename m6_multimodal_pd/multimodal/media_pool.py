@@ -81,13 +81,9 @@ class MediaProcess:
                     pass_fds=[descriptor],
                     process_group=0,
                 )
-        except BaseException:
-            ours.close()
-            raise
-        try:
             self.channel.send(Order(settings))
         except BaseException:
-            self.end()
+            ours.close()  # which ends a process that has started
             raise
 
     def end(self) -> int | None:
@@ -152,7 +148,9 @@ class MediaPool:
                 return
             job = self.waiting.popleft()
             try:
-                process = process or self._start()
+                if process is None:
+                    process = MediaProcess(self.settings)
+                    self.processes.append(process)
                 process.channel.send(job.message)
                 process.job = job
             except WireError as error:
@@ -162,11 +160,6 @@ class MediaPool:
                     self._fail(job, PeerLostError(f"{job.message.what}: no process can be started to read it: {error}"))
                 else:  # it has ended while it had nothing to do, or there is no memory for the message
                     self._replace(process, job)
-
-    def _start(self) -> MediaProcess:
-        process = MediaProcess(self.settings)
-        self.processes.append(process)
-        return process
 
     def _replace(self, process: MediaProcess, job: MediaJob) -> None:
         """Remove a process that has ended. Its job is the next one, unless it was the last attempt."""
