@@ -6,8 +6,9 @@ The order is fixed, as in vLLM; each filter acts on the tokens that the filter b
                                                   -> temperature -> min_p -> top_k -> top_p -> draw
 
 Log-probabilities are those of the unmodified logits. A draw adds up the probabilities in the order of token ids, and
-takes the token at which the sum exceeds the row's own random number (`draws.py`); so a row's token does not depend on
-the other rows. vLLM: `v1/sample/sampler.py`.
+takes the token at which the sum exceeds the row's own random number (`draws.py`), as a share of the total. The order
+of the additions is fixed (`running_sums.py`), so a row's token depends neither on the other rows nor on the run. All
+tensors as long as the vocabulary are float32. vLLM: `v1/sample/sampler.py`.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError, shown
+from m1_single_request.running_sums import search_running_sums
 from m1_single_request.sampling_metadata import SamplingMetadata, sent
 from m1_single_request.sampling_params import SamplingParams
 
@@ -68,18 +70,17 @@ class Sampler:
     def choose(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """Return one token id per row of float32 `logits` `[rows, vocab]`; `vocab` where no token is possible."""
         logits = adjusted(logits, metadata)
-        best = best_tokens(logits)
+        best, is_chosen = best_tokens(logits), metadata.greedy
         if metadata.bias is not None:  # only a bias can forbid every token
             impossible = logits.gather(-1, best[:, None])[:, 0].isneginf()
             best = best.masked_fill(impossible, logits.shape[-1])
+            is_chosen = is_chosen | impossible
             logits = logits.masked_fill(impossible[:, None], 0.0)  # any distribution will do
         if metadata.all_greedy:
             return best
         assert metadata.uniforms is not None  # there is a row that draws
-        scaled = (logits / metadata.temperature[:, None]).clamp(max=LARGEST)
-        probs = filtered_probs(scaled, metadata)
-        drawn = draw(probs, metadata.uniforms)
-        return torch.where(metadata.greedy | (best == logits.shape[-1]), best, drawn)
+        drawn = draw(filtered_probs(logits, metadata), metadata.uniforms)
+        return torch.where(is_chosen, best, drawn)
 
 
 def best_tokens(logits: Tensor) -> Tensor:
@@ -110,35 +111,34 @@ def apply_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Return the probabilities to draw from, float64 `[rows, vocab]`: softmax, then min_p, top_k, top_p in turn."""
-    probs = torch.softmax(logits, dim=-1, dtype=torch.float64)
+    """Return the probabilities to draw from: `logits` `[rows, vocab]` / temperature, then min_p, top_k, top_p in turn.
+
+    They are relative to the best token of the row, whose value is 1: a division by their sum would only round them. Of
+    the best tokens, which are sorted once, top_k and top_p keep a number each.
+    """
+    probs = (logits / metadata.temperature[:, None]).clamp_(max=LARGEST)
+    probs = probs.sub_(probs.amax(dim=-1, keepdim=True)).exp_()
     if metadata.min_p is not None:
-        floor = metadata.min_p[:, None] * probs.amax(dim=-1, keepdim=True)
-        probs = probs.masked_fill(probs < floor, 0.0)
+        probs.masked_fill_(probs < metadata.min_p[:, None], 0.0)
     if metadata.top_k is None and metadata.top_p is None:
         return probs
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
     if metadata.top_k is not None:
-        rank = torch.arange(probs.shape[-1], device=probs.device)
-        ranked = ranked.masked_fill(rank >= metadata.top_k[:, None], 0.0)
+        ranked.masked_fill_(rank >= metadata.top_k[:, None], 0.0)
     if metadata.top_p is not None:
-        cumulative = ranked.cumsum(dim=-1)
-        better = cumulative - ranked  # mass of the better tokens
-        limit = metadata.top_p[:, None] * cumulative[:, -1:]
-        dropped = (better >= limit) & (metadata.top_p[:, None] < 1)
-        dropped[:, 0] = False
-        ranked = ranked.masked_fill(dropped, 0.0)
-    return torch.zeros_like(probs).scatter(-1, order, ranked)
+        last = search_running_sums(ranked, metadata.top_p, right=False)
+        last = last.masked_fill(metadata.top_p >= 1, probs.shape[-1])
+        ranked.masked_fill_(rank > last[:, None], 0.0)
+    return probs.scatter_(-1, order, ranked)
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Return the first token per row whose cumulative probability exceeds the fraction `uniforms` `[rows]`.
 
-    `probs` `[rows, vocab]` need not sum to one. A token of probability zero is never drawn.
+    `probs` `[rows, vocab]`, none above 1, need not sum to one. A token of probability zero is never drawn.
     """
-    cumulative = probs.cumsum(dim=-1)
-    target = uniforms[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return search_running_sums(probs, uniforms, right=True)
 
 
 def asked_logprobs(logits: Tensor, tokens: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, ...]:

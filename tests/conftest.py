@@ -263,3 +263,13 @@ def alone(loaded_m1: Any) -> Any:
     from tests.support.engines import EngineMaker
 
     return Alone(EngineMaker(m1_single_request, loaded_m1))
+
+
+@pytest.fixture(params=["in sequence", "in blocks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The way in which a sampler adds up probabilities: a CPU's, or a GPU's on this CPU."""
+    from m1_single_request import running_sums
+
+    if request.param == "in blocks":
+        monkeypatch.setattr(running_sums, "search_in_sequence", running_sums.search_in_blocks)
+    return str(request.param)

@@ -158,7 +158,7 @@ class DraftRunner:
     ) -> tuple[Tensor, Tensor | None]:
         """Choose a draft for each row, int64 `[rows]`: the most likely token, or a draw at the request's temperature.
 
-        Also returns the distributions of the draws, float64 `[rows, vocab]`, if a request of the step draws. Penalties
+        Also returns the distributions of the draws, float32 `[rows, vocab]`, if a request of the step draws. Penalties
         and bias are left out: they change which drafts are accepted, not the distribution of the output.
         """
         best = best_tokens(logits)

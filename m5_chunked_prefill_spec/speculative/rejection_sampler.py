@@ -22,8 +22,8 @@ from torch import Tensor
 from m1_single_request.draws import draws as stream_draws
 from m1_single_request.errors import ForwardError
 from m1_single_request.output_events import Sampled
+from m1_single_request.running_sums import SCALE, as_integers, in_blocks, sums_of_blocks
 from m1_single_request.sampler import (
-    LARGEST,
     LogprobRow,
     Sampler,
     SamplerOutput,
@@ -176,7 +176,7 @@ def drawn_drafts(token_ids: Sequence[Sequence[int]], sample_lens: Sequence[int],
 def decide(p: Tensor, q: Tensor, drafts: Sequence[int], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
     """Return for each draft, drawn from `q`, the draft itself if it is accepted, else its replacement.
 
-    `p`, `q` float64 `[drafts, vocab]`, the sum of each row 1. A draft is accepted if a uniform number is below
+    `p`, `q` float32 `[drafts, vocab]`, the sum of each row 1. A draft is accepted if a uniform number is below
     `p(x) / q(x)`; its replacement is drawn from `max(p - q, 0)`.
     """
     x = torch.tensor(drafts, device=p.device)[:, None]
@@ -184,7 +184,7 @@ def decide(p: Tensor, q: Tensor, drafts: Sequence[int], seeds: Sequence[int], po
     is_accepted = accept * q.gather(-1, x)[:, 0] < p.gather(-1, x)[:, 0]
     surplus = (p - q).clamp(min=0)
     # If p and q are equal except for rounding, the surplus is 0, and only rounding can reject the draft.
-    surplus = torch.where(surplus.sum(dim=-1, keepdim=True) > 0, surplus, p)
+    surplus = torch.where(surplus.amax(dim=-1, keepdim=True) > 0, surplus, p)
     other = draw(surplus, torch.from_numpy(stream_draws(seeds, positions, stream=REPLACE_STREAM)).to(p.device))
     return torch.where(is_accepted, x[:, 0], other).tolist()
 
@@ -207,10 +207,14 @@ def _with_logprobs(
 
 
 def distribution(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Return the distribution from which non-greedy rows draw, float64 `[rows, vocab]`, the sum of each row 1.
+    """Return the distribution from which non-greedy rows draw, float32 `[rows, vocab]`, the sum of each row 1.
 
     `logits` is float32. The result is undefined for rows in which no token is possible.
     """
-    scaled = (adjusted(logits, metadata) / metadata.temperature[:, None]).clamp(max=LARGEST)
-    probs = filtered_probs(scaled, metadata)
-    return probs / probs.cumsum(dim=-1)[:, -1:]  # `sum` of one long row depends on the number of threads
+    probs = filtered_probs(adjusted(logits, metadata), metadata)
+    return probs.div_(total(probs))
+
+
+def total(probs: Tensor) -> Tensor:
+    """Return the sum of each row, float32 `[rows, 1]`, in a fixed order of additions as for a draw."""
+    return as_integers(sums_of_blocks(in_blocks(probs))).sum(dim=-1, keepdim=True) / SCALE

@@ -32,5 +32,5 @@ class Drafts(NamedTuple):
     token_ids: list[list[int]]
     """By row of the batch."""
     probs: Tensor | None
-    """float64 `[all drafts, vocab]`: the distribution from which each draft was drawn, row after row. None: no draft
+    """float32 `[all drafts, vocab]`: the distribution from which each draft was drawn, row after row. None: no draft
     was drawn."""

@@ -34,7 +34,7 @@ class MeasuringSampler(Sampler):
             best, second = logits.topk(2, dim=-1).values[0].tolist()
             self.margins.append((best - second) / NEAR_TIE)
         else:
-            cumulative = filtered_probs(logits / metadata.temperature[:, None], metadata).cumsum(dim=-1)
+            cumulative = filtered_probs(logits, metadata).double().cumsum(dim=-1)
             boundaries = cumulative / cumulative[:, -1:]
             self.margins.append(float((boundaries - metadata.uniforms[:, None]).abs().min()) / NEAR_BOUNDARY)
         return chosen

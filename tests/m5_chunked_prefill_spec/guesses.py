@@ -11,10 +11,11 @@ from m1_single_request import SamplingParams, Tracer
 from m1_single_request.draws import draws as stream_draws
 from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler, draw
-from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m1_single_request.sampling_metadata import SamplingRow
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.forward_batch import ranges
-from m5_chunked_prefill_spec.speculative.rejection_sampler import DRAFT_STREAM, RejectionSampler, distribution
+from m5_chunked_prefill_spec.speculative.rejection_sampler import DRAFT_STREAM, RejectionSampler
+from tests.m1_single_request.helpers import exact_distribution
 from tests.testbed.fakes import make_request
 
 CPU = torch.device("cpu")
@@ -89,15 +90,18 @@ class Table(NamedTuple):
         return torch.stack(rows, dim=1).reshape(-1, VOCAB)
 
     def probs(self, req: Request) -> Tensor:
-        """How likely `req` says each run of three tokens, float64 `[vocab, vocab, vocab]`, by m1's own parts."""
+        """How likely `req` says each run of three tokens, float64 `[vocab, vocab, vocab]`, by m1's slow oracle."""
         firsts = [[i] for i in range(VOCAB)]
         rows = m1_rows(req, [[], *firsts, *(a + b for a in firsts for b in firsts)])
-        metadata = SamplingMetadata.from_rows(rows, vocab_size=VOCAB, device=CPU)
-        logits = torch.cat([self.first[None], self.second, self.third.reshape(-1, VOCAB)])
-        if req.sampling_params.is_greedy:
-            p = torch.eye(VOCAB, dtype=torch.float64)[Sampler().choose(logits, metadata)]
-        else:
-            p = distribution(logits, metadata)
+        logits = torch.cat([self.first[None], self.second, self.third.reshape(-1, VOCAB)]).tolist()
+        p = torch.tensor(
+            np.array(
+                [
+                    exact_distribution(values, row.params, row.prompt_token_ids, row.output_token_ids)
+                    for values, row in zip(logits, rows, strict=True)
+                ]
+            )
+        )
         first, second, third = p.split([1, VOCAB, VOCAB * VOCAB])
         return first[0, :, None, None] * second[:, :, None] * third.reshape(VOCAB, VOCAB, VOCAB)
 
@@ -106,12 +110,12 @@ def drafts_from(table: Table, info: SamplingBatchInfo) -> tuple[Tensor, Tensor]:
     """Two guesses for each row of `info`, drawn as a draft model draws them from `table`: `[requests, 2]`, and what
     they were drawn from, `[requests, 2, vocab]`."""
     guesses, drawn_from = [], []
-    q = table.first.double().softmax(-1).expand(len(info), -1)
+    q = table.first.softmax(-1).expand(len(info), -1)
     for offset in range(2):
         numbers = torch.from_numpy(stream_draws(info.seeds, (info.positions + offset).tolist(), DRAFT_STREAM))
         guesses.append(draw(q, numbers))
         drawn_from.append(q)
-        q = table.second.double().softmax(-1)[guesses[0]]
+        q = table.second.softmax(-1)[guesses[0]]
     return torch.stack(guesses, dim=1), torch.stack(drawn_from, dim=1)
 
 

@@ -2,8 +2,8 @@
 
 The target is a table of logits over four tokens that depend on what was said before, so whoever reads the row behind a
 wrong guess, or forgets a guess that penalties should count, has another distribution. How likely each run of three
-tokens is without guesses is computed from the same table by m1's parts; 200,000 requests, each with a seed of its own,
-must come as close to it as so many draws can.
+tokens is without guesses is computed from the same table by m1's slow oracle, in float64; 200,000 requests, each with a
+seed of its own, must come as close to it as so many draws can.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,14 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from m1_single_request import running_sums
 from m1_single_request.draws import draws as stream_draws
 from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler
-from m1_single_request.sampling_metadata import SamplingMetadata
+from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m1_single_request.sampling_params import SamplingParams
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
-from m5_chunked_prefill_spec.speculative.rejection_sampler import ACCEPT_STREAM, decide
+from m5_chunked_prefill_spec.speculative.rejection_sampler import ACCEPT_STREAM, decide, distribution
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from tests.m5_chunked_prefill_spec.guesses import (
     CPU,
@@ -35,6 +37,7 @@ from tests.m5_chunked_prefill_spec.guesses import (
     variation,
 )
 from tests.support.amounts import examples
+from tests.support.operations import results
 
 TARGET, DRAFT = Table.random(1), Table.random(2)
 MANY, EXHAUSTIVE = 200_000, pytest.mark.exhaustive
@@ -89,7 +92,7 @@ def test_a_greedy_row_keeps_the_guesses_before_the_first_wrong_one(with_probs: b
     req_ids = [str(i) for i in range(len(cases))]
     best = [token_id for _, row, _ in cases for token_id in row]
     num_guesses = sum(len(guesses) for guesses, _, _ in cases)
-    probs = torch.full((num_guesses, VOCAB), 0.25, dtype=torch.float64) if with_probs else None  # of no interest
+    probs = torch.full((num_guesses, VOCAB), 0.25) if with_probs else None  # of no interest
     sampled = make_sampler()(
         req_ids,
         info_of(*(row_of() for _ in cases)),
@@ -109,8 +112,11 @@ def test_a_greedy_row_keeps_the_guesses_before_the_first_wrong_one(with_probs: b
     ("name", "is_certain"),
     [("penalties", False), pytest.param("plain", False, marks=EXHAUSTIVE), pytest.param("all", True, marks=EXHAUSTIVE)],
 )
-def test_guesses_leave_the_distribution_as_it_is(name: str, is_certain: bool) -> None:
+def test_guesses_leave_the_distribution_as_it_is(
+    name: str, is_certain: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a drawn one is kept as often as the two distributions allow."""
+    monkeypatch.setattr(running_sums, "BLOCK", 2)  # two blocks for four tokens
     many = examples(MANY)
     info, probs = copies_of(kind(name), many), TARGET.probs(kind(name))
     guesses, drawn_from = drafts_from(DRAFT, info)
@@ -170,7 +176,7 @@ def test_the_same_seed_draws_the_same_and_another_one_something_else() -> None:
 
 def decided(p: Sequence[float], q: Sequence[float], guess: int, num_rows: int = 1000) -> list[int]:
     """What stands in the place of `guess`, drawn from `q`, for so many seeds."""
-    rows = torch.tensor([p, q], dtype=torch.float64)[:, None].expand(-1, num_rows, -1)
+    rows = torch.tensor([p, q])[:, None].expand(-1, num_rows, -1)
     return decide(rows[0], rows[1], [guess] * num_rows, list(range(num_rows)), [5] * num_rows)
 
 
@@ -187,11 +193,58 @@ def test_a_guess_stands_where_the_draft_had_less_than_the_target_and_is_replaced
 
 
 def test_what_is_equal_but_for_rounding_is_no_trouble() -> None:
-    p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    q = p * (1 + 1e-12)  # nowhere has p more, so there is nothing to replace a guess from
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    q = p * (1 + 1e-6)  # nowhere has p more, so there is nothing to replace a guess from
     rejected = int(stream_draws(range(1000), [5] * 1000, ACCEPT_STREAM).argmax())
     assert decide(p[None], q[None], [3], [rejected], [5])[0] in range(VOCAB)
     assert set(decided(p.tolist(), q.tolist(), 3)) <= set(range(VOCAB))
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LARGE = 151_936  # Qwen3's vocabulary
+
+
+def large_distributions(device: str) -> tuple[Tensor, Tensor]:
+    """Those of a target and of a draft model for two rows of a large vocabulary, one of them with filters."""
+    params = [SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=900, top_p=0.9, min_p=1e-5)]
+    rows = [SamplingRow(each, seed, (1,), ()) for seed, each in enumerate(params)]
+    metadata = SamplingMetadata.from_rows(rows, vocab_size=LARGE, device=torch.device(device))
+    logits = torch.randn(2, 2, LARGE, generator=torch.Generator().manual_seed(1)).to(device) * 3
+    p, q = (distribution(each, metadata) for each in logits)
+    return p, q
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_large_vocabulary_is_verified_the_same_a_hundred_times(device: str) -> None:
+    p, q = large_distributions(device)
+    assert (p.double().sum(dim=-1) - 1).abs().max() < 1e-5
+    numbers = [100, 5], [3, 3], [8, 9]
+    guesses = q.argmax(dim=-1).tolist()
+    first = [decide(p, q, guesses, seeds, [5, 6]) for seeds in numbers]
+    assert len({tuple(each) for each in first}) > 1, "some guess is replaced"
+    for repeat in range(100):
+        seeds = numbers[repeat % 3]
+        assert decide(p, q, guesses, seeds, [5, 6]) == first[repeat % 3]
+        if repeat % 10 == 0:
+            assert all(torch.equal(a, b) for a, b in zip(large_distributions(device), (p, q), strict=True))
+
+
+@pytest.mark.usefixtures("way")
+def test_no_float64_of_a_verification_is_as_long_as_the_vocabulary() -> None:
+    with results() as seen:
+        p, q = large_distributions("cpu")
+        decide(p, q, [7, 8], [1, 2], [5, 6])
+    assert max(size for dtype, size in seen if dtype == torch.float64) < LARGE / 100
+
+
+@pytest.mark.usefixtures("way")
+def test_what_replaces_a_guess_has_more_probability_than_the_guess_had() -> None:
+    """Where the two distributions differ in few of many tokens, and the rest of the surplus is zero."""
+    p, q = torch.zeros(20, LARGE), torch.zeros(20, LARGE)
+    p[:, [9, 77_777]], q[:, [9, 88_888]] = torch.tensor([0.25, 0.75]), torch.tensor([0.25, 0.75])
+    found = decide(p, q, [88_888] * 20, list(range(20)), [5] * 20)
+    assert set(found) == {77_777}
 
 
 def test_the_draws_of_a_position_are_independent_of_one_another() -> None:

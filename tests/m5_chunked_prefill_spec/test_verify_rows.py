@@ -133,7 +133,7 @@ def test_a_broken_row_ends_its_own_request_if_it_counts_and_nobody_otherwise(
         assert sampled.sampled_token_ids[0] == BEST[:num_looked_at]
 
 
-ONE_HOT = torch.eye(VOCAB, dtype=torch.float64)
+ONE_HOT = torch.eye(VOCAB)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
@@ -185,7 +185,7 @@ def test_log_probabilities_go_with_the_token_that_stands_there_not_with_the_targ
     flat = torch.randn(4 * 50, VOCAB, generator=torch.Generator().manual_seed(4)) / 2
     info = info_of(*(row_of(seed, temperature=1.0, logprobs=2) for seed in range(50)), vocab_size=VOCAB)
     guesses = [[seed % VOCAB, (seed + 3) % VOCAB, 5] for seed in range(50)]
-    drafts = Drafts(guesses, torch.full((150, VOCAB), 1 / VOCAB, dtype=torch.float64))
+    drafts = Drafts(guesses, torch.full((150, VOCAB), 1 / VOCAB))
     sampled = make_sampler()([str(i) for i in range(50)], info, flat, [4] * 50, drafts)
     own = Sampler()(flat, metadata_of_rows(info, [4] * 50, guesses)).token_ids
     raw, others = flat.log_softmax(-1), 0

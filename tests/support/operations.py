@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -19,4 +21,20 @@ def operations() -> Iterator[Counter[str]]:
             return func(*args, **(kwargs or {}))
 
     with Counting():  # type: ignore[no-untyped-call]
+        yield seen
+
+
+@contextmanager
+def results() -> Iterator[list[tuple[torch.dtype, int]]]:
+    """Collects the type and the number of elements of every tensor that the operations inside return."""
+    seen: list[tuple[torch.dtype, int]] = []
+
+    class Collecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            returned = func(*args, **(kwargs or {}))
+            values = returned if isinstance(returned, tuple | list) else (returned,)
+            seen.extend((value.dtype, value.numel()) for value in values if isinstance(value, Tensor))
+            return returned
+
+    with Collecting():  # type: ignore[no-untyped-call]
         yield seen
