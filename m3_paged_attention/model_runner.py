@@ -57,12 +57,17 @@ class ModelRunner:
         )
 
     def profile_run(self, num_tokens: int) -> int:
-        """Run the largest step once on dummy tokens: `num_tokens` new tokens, and the logits of a full batch.
+        """Run the largest step once on dummy tokens: `num_tokens` new tokens, and a sampled token for a full batch.
 
         Returns the bytes of the temporary KV memory of this run.
         """
         return run_largest_step(
-            self.model, num_tokens, longest=self.max_model_len, max_num_seqs=self.max_num_seqs, device=self.device
+            self.model,
+            num_tokens,
+            longest=self.max_model_len,
+            num_rows=self.max_num_seqs,
+            sampler=self.sampler.sampler,
+            device=self.device,
         )
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:

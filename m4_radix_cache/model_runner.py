@@ -56,7 +56,12 @@ class ModelRunner:
     def profile_run(self, num_tokens: int) -> int:
         """Run the largest step once, on dummy data; return the bytes of the KV memory that existed during the run."""
         return run_largest_step(
-            self.model, num_tokens, longest=self.max_model_len, max_num_seqs=self.max_num_seqs, device=self.device
+            self.model,
+            num_tokens,
+            longest=self.max_model_len,
+            num_rows=self.max_num_seqs,
+            sampler=self.sampler.sampler,
+            device=self.device,
         )
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:

@@ -104,6 +104,11 @@ class SpeculativeConfig:
             if self.method not in methods and getattr(self, name) != getattr(type(self), name):
                 raise ConfigError(f"{name} has no effect with method={self.method!r}: use {' or '.join(methods)}")
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """Maximum number of drafts of a request in a step."""
+        return 0 if self.method is None else self.num_speculative_tokens
+
 
 READ_BY: dict[str, tuple[SpeculativeMethod, ...]] = {
     "num_speculative_tokens": ("ngram", "draft_model"),

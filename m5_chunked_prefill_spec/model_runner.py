@@ -33,6 +33,8 @@ from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 
 MAX_VERIFIED = 16
 """Number of tokens whose logits a measured step computes: few steps need more."""
+HISTORY_BYTES = 4 + 1 + 4
+"""Of a row of `SamplingBatchInfo`, per token of the vocabulary: bias, seen, output_counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,9 @@ class ModelRunner:
         req_to_token_pool: ReqToTokenPool,
         rejection_sampler: RejectionSampler,
         draft_runner: DraftRunner | None,
+        num_draft_tokens: int,
     ) -> None:
+        """`num_draft_tokens`: maximum number of drafts of a request in a step."""
         self.model = loaded_model.model
         self.device = loaded_model.device
         self.max_model_len = loaded_model.max_model_len
@@ -70,6 +74,7 @@ class ModelRunner:
         self.req_to_token_pool = req_to_token_pool
         self.draft_runner = draft_runner
         self.rejection_sampler = rejection_sampler
+        self.num_draft_tokens = num_draft_tokens
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Reserve the KV memory, and as many pages for the draft model. Raises `ConfigError` if there is too little."""
@@ -80,9 +85,22 @@ class ModelRunner:
             self.draft_runner.initialize_kv_cache(kv_cache_config.num_blocks, self.page_size)
 
     def profile_run(self, num_tokens: int) -> int:
-        """Run the largest step once, on placeholder tokens; return the bytes of its temporary KV memory."""
+        """Run the largest step once, on placeholder tokens; return the bytes of its temporary KV memory.
+
+        Each request has as many drafts as it may, and a row of logits behind each. The step runs beside the tensors of
+        `SamplingBatchInfo`, from which the rows are copied, and what the draft model drew its drafts from.
+        """
+        num_drafts = self.max_num_seqs * self.num_draft_tokens
+        vocab_size = self.model.config.vocab_size
+        _history = torch.empty(self.max_num_seqs, vocab_size, HISTORY_BYTES, dtype=torch.uint8, device=self.device)
+        _drawn_from = torch.empty(num_drafts if self.draft_runner else 0, vocab_size, device=self.device)
         return run_largest_step(
-            self.model, num_tokens, longest=self.max_model_len, max_num_seqs=self.max_num_seqs, device=self.device
+            self.model,
+            num_tokens,
+            longest=self.max_model_len,
+            num_rows=self.max_num_seqs + num_drafts,
+            sampler=self.rejection_sampler.sampler,
+            device=self.device,
         )
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:

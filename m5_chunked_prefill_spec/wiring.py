@@ -103,6 +103,7 @@ def build_executor(
             sampler=parts["sampler"](), token_text=parts["detokenizer"](loaded.tokenizer).token_text, tracer=tracer
         ),
         draft_runner=drafting and parts["draft_runner"](loaded_model=drafting, req_to_token_pool=rows),
+        num_draft_tokens=config.speculative.num_draft_tokens,
         **more,
     )
     worker = parts["worker"](model_runner=runner, step_threads=threads)

@@ -49,6 +49,7 @@ class ModelRunner(TextModelRunner):
         req_to_token_pool: ReqToTokenPool,
         rejection_sampler: RejectionSampler,
         draft_runner: DraftRunner | None,
+        num_draft_tokens: int,
         encoder: Encoder,
         step_threads: StepThreads | None,
         graph_capture: GraphCapture | None,
@@ -60,6 +61,7 @@ class ModelRunner(TextModelRunner):
             req_to_token_pool=req_to_token_pool,
             rejection_sampler=rejection_sampler,
             draft_runner=draft_runner,
+            num_draft_tokens=num_draft_tokens,
         )
         self.encoder, self.step_threads, self.graph_capture = encoder, step_threads, graph_capture
 

@@ -128,8 +128,7 @@ def graph_capture_of(config: EngineConfig, tracer: Tracer, *, is_alone: bool) ->
     other engine of the group is on its device."""
     if not config.model.wants_graphs:
         return None
-    speculative = config.speculative
-    num_draft_tokens = 0 if speculative.method is None else speculative.num_speculative_tokens
+    num_draft_tokens = config.speculative.num_draft_tokens
     return GraphCapture(
         page_size=config.cache.page_size, num_draft_tokens=num_draft_tokens, is_alone=is_alone, tracer=tracer
     )
