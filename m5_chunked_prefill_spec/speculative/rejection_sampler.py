@@ -212,9 +212,14 @@ def distribution(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     `logits` is float32. The result is undefined for rows in which no token is possible.
     """
     probs = filtered_probs(adjusted(logits, metadata), metadata)
-    return probs.div_(total(probs))
+    return probs.div_(total_in_sequence(probs) if probs.is_cpu else total_in_blocks(probs))
 
 
-def total(probs: Tensor) -> Tensor:
-    """Return the sum of each row, float32 `[rows, 1]`, in a fixed order of additions as for a draw."""
+def total_in_sequence(probs: Tensor) -> Tensor:
+    """Return the sum of each row, `[rows, 1]`. The order of `sum` would depend on the number of threads."""
+    return probs.cumsum(dim=-1)[:, -1:]
+
+
+def total_in_blocks(probs: Tensor) -> Tensor:
+    """Return the sum of each row, `[rows, 1]`, with the additions of `search_in_blocks`: the same on every run."""
     return as_integers(sums_of_blocks(in_blocks(probs))).sum(dim=-1, keepdim=True) / SCALE

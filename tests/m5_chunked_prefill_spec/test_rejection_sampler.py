@@ -21,6 +21,7 @@ from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.sampling_params import SamplingParams
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+from m5_chunked_prefill_spec.speculative import rejection_sampler
 from m5_chunked_prefill_spec.speculative.rejection_sampler import ACCEPT_STREAM, decide, distribution
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from tests.m5_chunked_prefill_spec.guesses import (
@@ -54,6 +55,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "logit_bias": {2: 1.0},
     },
 }
+
+
+@pytest.fixture
+def way(way: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As for m1's sampler, and for the totals of a draft model's and a target's distributions."""
+    if way == "in blocks":
+        monkeypatch.setattr(rejection_sampler, "total_in_sequence", rejection_sampler.total_in_blocks)
+    return way
 
 
 def verify(info: SamplingBatchInfo, guesses: Tensor, probs: Tensor | None, target: Table = TARGET) -> list[list[int]]:
