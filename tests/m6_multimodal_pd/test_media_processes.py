@@ -423,11 +423,11 @@ def test_an_image_whose_process_is_killed_is_read_by_another_one(
     site.await_asked("one")
     (killed,) = processes_of(engine)
     killed.send_signal(signal.SIGKILL)
-    until(engine, lambda: bool(recorder.events("media_process_lost")))
+    last = until(engine, lambda: bool(recorder.events("media_process_lost")))
     (lost,) = recorder.events("media_process_lost")
     assert (lost.what, lost.status, killed.returncode) == ("image 0 of message 0", -9, -9)
     site.release("one")
-    last = finish(engine)
+    last |= finish(engine)
     wanted = make_engine(**setting()).generate(showing(image(FILES["one"])), SHORT).token_ids
     assert last["image"].token_ids == wanted and len(last["text"].token_ids) == 40 and site.asked["one"] == 2
 
