@@ -1,6 +1,6 @@
 """m4's engine core with a vision encoder, whose embeddings outlive requests.
 
-The step is m4's; a batch may have images in it. The weights can be replaced between requests, and steps be profiled.
+The step is m4's; a batch may have images in it. The weights can be exchanged between requests, and steps be profiled.
 SGLang: `SchedulerUpdateWeightsMixin` and `SchedulerProfilerMixin`; vLLM: `reload_weights` and `start_profile` of its
 workers.
 """
@@ -8,7 +8,7 @@ workers.
 from collections.abc import Mapping
 from typing import Any, cast
 
-from m1_single_request.errors import EngineUsageError
+from m1_single_request.errors import EngineDeadError, EngineUsageError
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import FinishAbort, Request
@@ -25,6 +25,7 @@ from m6_multimodal_pd.multimodal.media_intake import MediaIntake
 from m6_multimodal_pd.operations import Operations
 from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.request import Req
+from m6_multimodal_pd.weight_loader import check_loader
 
 
 class EngineCore(RadixEngineCore):
@@ -71,12 +72,19 @@ class EngineCore(RadixEngineCore):
                 child.multimodal_inputs.trace_arrival(child.request_id, self.tracer)
 
     def update_weights(self, model: str) -> None:
-        """Load other weights and forget all KV. Raises `EngineUsageError` while requests are unfinished."""
+        """Forget all KV and load other weights. Raises `EngineUsageError` while requests are unfinished, and the errors
+        of `WeightLoader`: those of its check change nothing, and after `EngineDeadError` the engine is dead."""
         if self.has_unfinished_requests():
             raise EngineUsageError("weights are exchanged between requests, and some are unfinished")
+        check_loader(self._parts)
+        checkpoint = self.operations.weight_loader.check(model)
         with self.changing():
-            self.operations.update_weights(model)
             self._forget_all(FinishAbort())
+            try:
+                self.operations.weight_loader.load(checkpoint)
+            except EngineDeadError as error:
+                self.dead = error
+                raise
 
     def close(self) -> None:
         """Stop a profile that is being recorded, and close as in m4."""

@@ -197,7 +197,7 @@ class GraphRunner:
 
 
 class GraphCapture:
-    """Captures the graphs of an engine's models, after each change of their weights or KV memory."""
+    """Captures the graphs of an engine's models, once for each KV memory."""
 
     def __init__(self, *, page_size: int, num_draft_tokens: int, is_alone: bool, tracer: Tracer) -> None:
         """`num_draft_tokens`: maximum number of drafts of a request in a step. `is_alone`: whether no other engine of

@@ -22,7 +22,13 @@ class LLMEngine(RadixEngine):
     request_options = ("priority", "cache_salt", "speculate")
 
     def update_weights(self, model: str | Path) -> None:
-        """Load the weights of another model of the same shape. Raises `EngineUsageError` with unfinished requests."""
+        """Overwrite the weights by those of another checkpoint of the same model; the caches are flushed.
+
+        Raises `EngineUsageError` with unfinished requests, for a `model_loader` of your own and for drawn weights, and
+        `ModelLoadError` for weights that do not fit. Then nothing has changed. If a file cannot be read to its end,
+        the weights of before are loaded again (`ModelLoadError`); if they cannot be, the engine is dead
+        (`EngineDeadError`), and in a group that engine is lost (`EngineLostError`).
+        """
         self._check_usable()
         check_path("model", model, "a directory or a hub id")
         self.engine_core.update_weights(str(model))

@@ -2,7 +2,7 @@
 
 m5's runner, which prepares a step in one method and calls the model in another. The first also asks the encoder for the
 embeddings of the images in the step, the second passes them to the model. A captured step belongs to its KV memory
-(`KVStorage.step`): it is captured here, after each change of that memory or of the weights. SGLang: `ModelRunner` with
+(`KVStorage.step`): it is captured here, when that memory is reserved. SGLang: `ModelRunner` with
 `general_mm_embed_routine`; vLLM: `v1/worker/gpu_model_runner.py`.
 """
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from m1_single_request.errors import ConfigError
 from m3_paged_attention.kv_cache_config import KVCacheConfig
-from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.step_threads import StepThreads
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.config import SchedulerConfig
@@ -68,15 +67,12 @@ class ModelRunner(TextModelRunner):
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Reserve the KV memory as in m5, then capture the graphs of both models."""
         super().initialize_kv_cache(kv_cache_config)
-        self._capture_graphs()
-        if self.draft_runner is not None and self.graph_capture is not None:
-            self.graph_capture.capture("draft", self.draft_runner.model, self.draft_runner.kv, self._limits(drafts=0))
-
-    def use_model(self, model: Decoder) -> None:
-        """Replace the model by another of the same shape, and its graphs by those of the other."""
-        model.use_kv(self.kv)
-        self.model = model
-        self._capture_graphs()
+        capture = self.graph_capture
+        if capture is None:
+            return
+        capture.capture("target", self.model, self.kv, self._limits(drafts=capture.num_draft_tokens))
+        if self.draft_runner is not None:
+            capture.capture("draft", self.draft_runner.model, self.draft_runner.kv, self._limits(drafts=0))
 
     def prepare(self, batch: TextModelWorkerBatch) -> TextForwardBatch:
         """Return a step as tensors; images in it that are not encoded yet are encoded now."""
@@ -125,12 +121,6 @@ class ModelRunner(TextModelRunner):
 
     def _limits(self, *, drafts: int) -> GraphLimits:
         return GraphLimits(max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len, width=1 + drafts)
-
-    def _capture_graphs(self) -> None:
-        """Capture the graphs of the model that the runner has now."""
-        capture = self.graph_capture
-        if capture is not None:
-            capture.capture("target", self.model, self.kv, self._limits(drafts=capture.num_draft_tokens))
 
     def _graph_bytes(self) -> int:
         """Measure the memory of the graphs of both models."""

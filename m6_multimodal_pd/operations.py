@@ -1,4 +1,4 @@
-"""Operations on an engine besides requests: profile its steps, and replace its weights.
+"""Operations on an engine besides requests: profile its steps, and overwrite its weights.
 
 A group of engines has another class with the same methods, which calls all engines (`disaggregation/router_core.py`).
 SGLang: `SchedulerProfilerMixin` and `SchedulerUpdateWeightsMixin`; vLLM: `start_profile` and `reload_weights` of its
@@ -15,10 +15,6 @@ class Operations:
     def __init__(self, weight_loader: WeightLoader) -> None:
         self.weight_loader = weight_loader
         self.profiler = StepProfiler()
-
-    def update_weights(self, model: str) -> None:
-        """Replace the weights. Raises `ModelLoadError`, and changes nothing, for weights of another shape."""
-        self.weight_loader.load(model)
 
     def start_profile(self, folder: str) -> None:
         """Start recording steps. Raises `ConfigError` for a folder that cannot be written, `EngineUsageError`

@@ -1,51 +1,221 @@
-"""Weight loader: replaces the weights of a running engine by those of a model of the same shape.
+"""Weight loader: writes the weights of another checkpoint into the model that runs.
 
-A model in training, for example, is served without a restart. Between two requests no KV is in use, so the model object
-is replaced; everything that was compiled and measured for its shape stays. CUDA graphs hold the addresses of the old
-weights, so they are captured again. Weights of another shape are rejected before any change. New in this milestone.
-SGLang: `update_weights_from_disk`; vLLM: `reload_weights`.
+A model in training, for example, is served without a restart. Between two requests no KV is in use, so each tensor is
+overwritten where it is. All addresses stay, so CUDA graphs and the tables of the one-call step stay valid, and the
+memory that is needed beside the model is that of one tensor. There are two passes:
+
+    check   everything but the tensors: config, tokenizer, headers. What does not fit is an error, and changes nothing
+    load    one tensor after the other: read, converted, and packed where the backend multiplies a packed layout
+
+If a file cannot be read to its end in the second pass, the weights of before are read again: requests never meet a
+model of which a part is new. New in this milestone. SGLang: `update_weights_from_disk`; vLLM: `reload_weights`.
 """
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
-from m1_single_request.errors import ModelLoadError
-from m3_paged_attention.profiling import kv_cache_spec_of
+import torch
+from torch import Tensor
+
+from m1_single_request.errors import EngineDeadError, EngineUsageError, ModelLoadError
+from m1_single_request.model_loader import ModelDescription, load_part
+from m2_continuous_batching.packed_linear import pack_weight
+from m3_paged_attention.attention.native_backend import NativeLinear
+from m3_paged_attention.linear import NUM_ROWS, PackedLinear, PlainLinear
+from m3_paged_attention.model_loader import weights_directory
+from m3_paged_attention.models.architecture import MODEL_TYPES, decoder_config
+from m3_paged_attention.models.decoder import Decoder
+from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
+from m3_paged_attention.models.weights import HEAD, PREFIX, allocate, checked_headers, parts_of
 from m6_multimodal_pd.config import ModelConfig
-from m6_multimodal_pd.model_loader import language_of
+from m6_multimodal_pd.model_loader import LoadedModel, describe_model, language_of, load_model
+from m6_multimodal_pd.models import qwen3_vl, vision
+from m6_multimodal_pd.tensor_files import TensorFiles
+
+KNOWN = (DecoderLayer, Attention, MLP, PlainLinear, PackedLinear, NativeLinear)
+"""Classes, not their subclasses, of the parts that are overwritten."""
+
+
+class Checkpoint(NamedTuple):
+    """Weights that fit the model that runs."""
+
+    model: str
+    prefix: str
+    """Prefix of the names of the decoder's tensors."""
+    files: TensorFiles
 
 
 class WeightLoader:
-    """Replaces the target model and its vision tower. A draft model stays: it only makes drafts."""
+    """Overwrites the weights of the target model and its vision tower. A draft model stays: it only makes drafts."""
 
-    def __init__(self, *, config: ModelConfig, load: Any, loaded: Any, runner: Any, encoder: Any) -> None:
-        """`load`: the part `model_loader`; `loaded`: the engine's model."""
+    def __init__(self, *, config: ModelConfig, loaded: LoadedModel, runner: Any, encoder: Any) -> None:
+        """`loaded`: the engine's model, which `runner` and `encoder` have."""
         precision = str(loaded.dtype).removeprefix("torch.")
         self.config = replace(config, dtype=precision, max_model_len=loaded.max_model_len)  # the values in use
-        self.load_model, self.runner, self.encoder = load, runner, encoder
-        self.shape = shape_of(loaded)
+        self.running = ModelDescription(
+            **{field.name: getattr(loaded, field.name) for field in fields(ModelDescription)}
+        )
+        self.runner, self.encoder = runner, encoder
 
-    def load(self, model: str) -> None:
-        """Replace the weights. Raises `ModelLoadError` for weights that cannot be loaded or have another shape, and
-        `ConfigError` for a model with fewer positions than the engine's `max_model_len`."""
-        loaded = self.load_model(replace(self.config, model=model))
-        for name, value in shape_of(loaded).items():
-            if value != self.shape[name]:
+    def check(self, model: str) -> Checkpoint:
+        """Read all but the weights of `model`, a directory or a hub id, and return where they are.
+
+        Raises `ModelLoadError` for a model that is not the running one in all but its weights, or whose files have
+        other tensors, and `ConfigError` for one with fewer positions than the engine's `max_model_len`;
+        `EngineUsageError` if the running model has weights that no file overwrites.
+        """
+        if self.config.load_format == "dummy":
+            raise EngineUsageError("load_format='dummy' draws the weights of a model: files have no effect on them")
+        for part in parts_with_weights(self.runner.model):
+            if type(part) not in KNOWN:
+                raise EngineUsageError(f"the model has a {type(part).__name__}, whose weights no file overwrites")
+        described = describe_model(replace(self.config, model=model))
+        running = fixed_values(self.running)
+        for name, value in fixed_values(described).items():
+            if value != running[name]:
                 raise ModelLoadError(f"{model}: its {name} is not that of the model that runs; start another engine")
-        self.runner.use_model(loaded.model)
-        self.encoder.tower = loaded.vision
-        self.config = replace(self.config, model=model)
+        return load_part(model, "its weights", lambda: self._checkpoint(model))
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Overwrite the weights by those of `checkpoint`, which `check` has returned.
+
+        Raises `ModelLoadError` if they cannot be read to their end; then the weights of before are read again, from the
+        directory of that model as it is now. `EngineDeadError` if these cannot be read either.
+        """
+        try:
+            self._write(checkpoint)
+        except Exception as error:
+            self._restore(checkpoint.model, error)
+            raise ModelLoadError(
+                f"{checkpoint.model}: reading its weights failed: {error}; {self.config.model} was loaded again"
+            ) from error
+        self.config = replace(self.config, model=checkpoint.model)
+
+    def _restore(self, model: str, error: Exception) -> None:
+        """Load the weights of before again, because `error` was raised between those of `model`."""
+        before = str(self.config.model)
+        try:
+            self._write(self.check(before))
+        except Exception as another:
+            raise EngineDeadError(
+                f"reading the weights of {model} failed ({error}), and so did reading those of {before} again "
+                f"({another}): the model has parts of both"
+            ) from error
+
+    def _checkpoint(self, model: str) -> Checkpoint:
+        decoder, tower, directory = self.runner.model, self.encoder.tower, weights_directory(model)
+        prefix, not_ours = (PREFIX, ()) if tower is None else (qwen3_vl.PREFIX, (vision.PREFIX,))
+        headers = checked_headers(model, directory, decoder.config, decoder.dtype, prefix=prefix, not_ours=not_ours)
+        if tower is not None:
+            headers |= vision.checked_headers(model, directory, tower.tensors())
+        return Checkpoint(model, prefix, TensorFiles(headers))
+
+    @torch.inference_mode()
+    def _write(self, checkpoint: Checkpoint) -> None:
+        files, decoder, tower = checkpoint.files, self.runner.model, self.encoder.tower
+        write_decoder(decoder, files, checkpoint.prefix)
+        for name, tensor in ({} if tower is None else tower.tensors()).items():
+            files.copy(vision.PREFIX + name, tensor)
+        files.check_unchanged()
+        if decoder.device.type == "cuda":
+            torch.cuda.synchronize(decoder.device)  # steps run on streams of their own
 
 
-def shape_of(loaded: Any) -> dict[str, Any]:
-    """Return the properties that must stay the same, by name."""
-    language = language_of(loaded)
+def check_loader(parts: Mapping[str, Any]) -> None:
+    """Raise `EngineUsageError` unless the model was loaded from its files as they are."""
+    if parts["model_loader"] is not load_model:
+        raise EngineUsageError(
+            "the weights of a model that was loaded by a model_loader of your own cannot be exchanged: files are "
+            "written into the running model, without that part; start another engine"
+        )
+
+
+def fixed_values(described: ModelDescription) -> dict[str, Any]:
+    """Return what an engine has from a model besides its weights, by name: the tables of angles, for example."""
+    language = language_of(described)
+    if language is None:
+        model_type = MODEL_TYPES[described.architecture]
+        decoder = decoder_config(described.name, described.architecture, described.config, model_type=model_type)
+    else:
+        decoder = language.decoder
     return {
-        "architecture": loaded.architecture,
-        "shape of KV": kv_cache_spec_of(loaded.model, 1),
-        "layout of images": (language and language.media_tokens, getattr(loaded.vision, "config", None)),
-        "vocabulary": (loaded.vocab_size, loaded.tokenizer.get_vocab()),
-        "end-of-sequence ids": loaded.eos_token_ids,
-        "number of parameters": loaded.num_parameters,
-        "precision": loaded.dtype,
+        "architecture": described.architecture,
+        **{field: value for field, value in vars(decoder).items() if field != "initializer_range"},
+        "layout of images": language and (language.mrope_section, language.num_deepstack, language.media_tokens),
+        "vision_config": language and described.config.vision_config,
+        "vocabulary": described.tokenizer.get_vocab(),
+        "set of end-of-sequence ids": described.eos_token_ids,
+        "precision": described.dtype,
     }
+
+
+def parts_with_weights(model: Decoder) -> Iterator[Any]:
+    """Yield the layers of a decoder and their parts, each before its own parts."""
+    yield model.head
+    for layer in model.layers:
+        yield layer
+        yield from (layer.attention, layer.mlp)
+        yield from (layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+
+
+def write_decoder(model: Decoder, files: TensorFiles, prefix: str) -> None:
+    """Overwrite all weights of a decoder whose tensors are named `prefix`.. in the files."""
+    config, shapes = model.config, allocate(model.config, model.dtype, torch.device("meta"))
+    files.copy(f"{prefix}embed_tokens.weight", model.embedding)
+    files.copy(f"{prefix}norm.weight", model.norm)
+    for index, (layer, of_layer) in enumerate(zip(model.layers, shapes.layers, strict=True)):
+        places = places_in(layer)
+        for field, shape in vars(of_layer).items():
+            if shape is not None:
+                with filled(places[field], shape) as tensor:
+                    for name, part in parts_of(config, f"{prefix}layers.{index}", field, tensor).items():
+                        files.copy(name, part)
+    if not config.tie_word_embeddings:
+        with filled(model.head, shapes.head) as tensor:
+            files.copy(HEAD, tensor)
+    elif not isinstance(model.head, PlainLinear):  # else it is the embedding
+        repack(model.head, model.embedding)
+
+
+def places_in(layer: DecoderLayer) -> dict[str, Any]:
+    """Return the place of each field of `LayerWeights`: the tensor, or the linear layer that has it."""
+    attention, mlp = layer.attention, layer.mlp
+    of_heads = (None, None) if attention.qk_norm is None else attention.qk_norm.split_with_sizes(attention.heads)
+    linears: dict[str, Any] = {
+        "qkv": attention.qkv_proj,
+        "o": attention.o_proj,
+        "gate_up": mlp.gate_up_proj,
+        "down": mlp.down_proj,
+    }
+    return {
+        "input_norm": layer.input_norm,
+        "post_attention_norm": layer.post_attention_norm,
+        "q_norm": of_heads[0],  # one row per head, all the same
+        "k_norm": of_heads[1],
+        **linears,
+        **{f"{name}_bias": linear.bias for name, linear in linears.items()},
+    }
+
+
+@contextmanager
+def filled(place: Any, shape: Tensor) -> Iterator[Tensor]:
+    """Yield the tensor to overwrite: the one at its place; for a packed layer one like `shape`, which it packs."""
+    if isinstance(place, Tensor):
+        yield place
+    elif isinstance(place, PlainLinear):
+        yield place.weight
+    else:
+        weight = torch.empty_like(shape, device="cpu")
+        yield weight
+        repack(place, weight)
+
+
+def repack(linear: Any, weight: Tensor) -> None:
+    """Overwrite a packed weight by `weight` `[out_features, in_features]`. oneDNN's gets another address, which only
+    the layer has."""
+    if isinstance(linear, NativeLinear):
+        linear.pack(weight)
+    else:
+        linear.packed = pack_weight(weight, NUM_ROWS)

@@ -52,7 +52,7 @@ from m6_multimodal_pd.weight_loader import WeightLoader
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the models, size the KV memory, measure, and put the parts together."""
-    prepared = PreparedEngine(config, parts, tracer)
+    prepared = prepare(config, parts, tracer)
     return prepared.complete(prepared.loaded.max_model_len)
 
 
@@ -62,17 +62,18 @@ class PreparedEngine:
     loaded: LoadedModel
     """With the maximum length for which this engine has memory."""
 
-    def __init__(self, config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> None:
-        """Load the models and fit the maximum length of requests to the memory, without reserving KV memory."""
+    def __init__(self, config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer, load: Any) -> None:
+        """Call `load` for the models, and fit the maximum length of requests to the memory, without reserving KV
+        memory."""
         self.config, self.parts, self.tracer = config, parts, tracer
         device = config.model.torch_device()
         check_memory_share(config.cache, device)
         prefix_cache_class(config.cache, parts)  # raises before the model is loaded
-        loaded = parts["model_loader"](config.model)
+        loaded = load(config.model)
         self.media = media_reader_of(config, parts, loaded)  # first: an error of its files comes before measurements
         self.media_pool = media_pool_of(self.media, parts, tracer)
         self.drafting = load_draft_model(
-            parts["model_loader"], config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
+            load, config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
         )
         loaded = limited(loaded, self.drafting)
         embeddings = parts["embedding_cache"](capacity_bytes=config.multimodal.embedding_cache_bytes, tracer=tracer)
@@ -93,9 +94,8 @@ class PreparedEngine:
         pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
         size = pools.token_to_kv_pool_allocator.size
         with_budget = dict(parts) | {"prefill_adder": adder_of(parts, loaded, encoder)}
-        weight_loader = WeightLoader(
-            config=config.model, load=parts["model_loader"], loaded=loaded, runner=worker.model_runner, encoder=encoder
-        )
+        runner = worker.model_runner
+        weight_loader = WeightLoader(config=config.model, loaded=loaded, runner=runner, encoder=encoder)
         return engine_core_class(config, parts)(
             input_processor=build_input_processor(
                 config,
@@ -134,8 +134,9 @@ def graph_capture_of(config: EngineConfig, tracer: Tracer, *, is_alone: bool) ->
     )
 
 
-prepare = PreparedEngine
-"""Name of the function that a group calls for each of its engines."""
+def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer, load: Any = None) -> PreparedEngine:
+    """Prepare an engine. `load`: used in place of the part `model_loader` by engines that share their models."""
+    return PreparedEngine(config, parts, tracer, load or parts["model_loader"])
 
 
 def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore | RouterCore:

@@ -160,10 +160,14 @@ class NativeLinear:
     def __init__(self, kernels: SimpleNamespace, weight: Tensor, bias: Tensor | None) -> None:
         self._kernels = kernels
         self.out_features, self.in_features = weight.shape
-        weight = weight.contiguous()
         self.packed = weight.new_empty(-(-self.out_features // PANEL) * PANEL, self.in_features)
         self.bias = None if bias is None else bias.contiguous()
-        kernels.pack(weight, self.packed, self.in_features, self.out_features, torch.get_num_threads())
+        self.pack(weight)
+
+    def pack(self, weight: Tensor) -> None:
+        """Write a weight `[out_features, in_features]` to the panels."""
+        weight = weight.contiguous()
+        self._kernels.pack(weight, self.packed, self.in_features, self.out_features, torch.get_num_threads())
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the output `[tokens, out_features]` for `hidden` `[tokens, in_features]`."""

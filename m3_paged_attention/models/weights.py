@@ -26,6 +26,17 @@ WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "model-*.safetensors")
 PREFIX, HEAD = "model.", "lm_head.weight"
 """The prefix of all tensor names in the files, and the one name without it. A decoder that is part of a larger model
 has a longer prefix."""
+MODULES = {
+    "input_norm": ["input_layernorm"],
+    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "q_norm": ["self_attn.q_norm"],
+    "k_norm": ["self_attn.k_norm"],
+    "o": ["self_attn.o_proj"],
+    "post_attention_norm": ["post_attention_layernorm"],
+    "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "down": ["mlp.down_proj"],
+}
+"""For a field of `LayerWeights`: the modules in the files whose rows, in this order, are its rows."""
 ROWS = 4096  # compared at a time, so that no second copy of the embedding is needed
 
 
@@ -110,36 +121,24 @@ def allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
 
 def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX) -> dict[str, Tensor]:
     """Return the destination of each tensor: its name in the files -> a view of our tensors of the same shape."""
-    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inner = config.intermediate_size
     targets = {f"{prefix}embed_tokens.weight": weights.embedding, f"{prefix}norm.weight": weights.norm}
     if weights.head is not weights.embedding:
         targets[HEAD] = weights.head
-
-    def put(name: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            targets[name] = tensor
-
-    def put_parts(module: str, parts: dict[str, int], weight: Tensor, bias: Tensor | None) -> None:
-        """Add the parts of one tensor; `parts` maps each part to its number of rows, in their order in our tensor."""
-        start = 0
-        for part, rows in parts.items():
-            put(f"{module}.{part}.weight", weight[start : start + rows])
-            put(f"{module}.{part}.bias", None if bias is None else bias[start : start + rows])
-            start += rows
-
     for index, layer in enumerate(weights.layers):
-        module = f"{prefix}layers.{index}"
-        put(f"{module}.input_layernorm.weight", layer.input_norm)
-        put(f"{module}.post_attention_layernorm.weight", layer.post_attention_norm)
-        put(f"{module}.self_attn.q_norm.weight", layer.q_norm)
-        put(f"{module}.self_attn.k_norm.weight", layer.k_norm)
-        qkv = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
-        put_parts(f"{module}.self_attn", qkv, layer.qkv, layer.qkv_bias)
-        put_parts(f"{module}.self_attn", {"o_proj": config.hidden_size}, layer.o, layer.o_bias)
-        put_parts(f"{module}.mlp", {"gate_proj": inner, "up_proj": inner}, layer.gate_up, layer.gate_up_bias)
-        put_parts(f"{module}.mlp", {"down_proj": config.hidden_size}, layer.down, layer.down_bias)
+        for field, tensor in vars(layer).items():
+            if tensor is not None:
+                targets |= parts_of(config, f"{prefix}layers.{index}", field, tensor)
     return targets
+
+
+def parts_of(config: DecoderConfig, layer: str, field: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the parts of a tensor of `LayerWeights` by their names in the files, which begin with `layer`."""
+    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    of_several = {"qkv": [query, key_value, key_value], "gate_up": [config.intermediate_size] * 2}
+    name = field.removesuffix("_bias")
+    kind = "weight" if name == field else "bias"
+    rows = tensor.split_with_sizes(of_several.get(name, [len(tensor)]))
+    return {f"{layer}.{module}.{kind}": part for module, part in zip(MODULES[name], rows, strict=True)}
 
 
 def load_weights(
@@ -157,14 +156,24 @@ def load_weights(
     In the files of a larger model the decoder's names begin with `prefix`; names that begin with one of `not_ours`
     belong to another part of the model.
     """
+    headers = checked_headers(name, directory, config, dtype, prefix=prefix, not_ours=not_ours)
+    weights = allocate(config, dtype, device)
+    fill(places(config, weights, prefix), headers)
+    return weights
+
+
+def checked_headers(
+    name: str, directory: Path, config: DecoderConfig, dtype: torch.dtype, *, prefix: str, not_ours: tuple[str, ...]
+) -> dict[str, Header]:
+    """Return the headers of the decoder's tensors, as `load_weights` reads them and with its errors.
+
+    Of the tensors themselves it reads the output layer alone, where it is stored although config.json ties it.
+    """
     headers = {key: header for key, header in read_headers(name, directory).items() if not key.startswith(not_ours)}
     check_headers(name, headers, places(config, allocate(config, dtype, torch.device("meta")), prefix))
-    weights = allocate(config, dtype, device)
-    targets = places(config, weights, prefix)
-    fill(targets, headers)
     if config.tie_word_embeddings and HEAD in headers:
-        _check_tied_head(name, headers[HEAD], f"{prefix}embed_tokens.weight", weights.embedding)
-    return weights
+        _check_tied_head(name, headers, f"{prefix}embed_tokens.weight", dtype)
+    return headers
 
 
 def fill(targets: Mapping[str, Tensor], headers: Mapping[str, Header]) -> None:
@@ -251,15 +260,16 @@ def check_headers(name: str, headers: Mapping[str, Header], expected: Mapping[st
         check_stored_type(name, key, headers[key].dtype)
 
 
-def _check_tied_head(name: str, header: Header, embedding_name: str, embedding: Tensor) -> None:
-    """Raise `ModelLoadError` if a tied checkpoint stores an output layer that differs from the embedding."""
-    with safe_open(header.file, framework="pt") as tensors:
-        stored = tensors.get_slice(HEAD)
-        equal = header.shape == tuple(embedding.shape) and all(
-            torch.equal(stored[start : start + ROWS].to(embedding), embedding[start : start + ROWS])
-            for start in range(0, len(embedding), ROWS)
+def _check_tied_head(name: str, headers: Mapping[str, Header], embedding: str, dtype: torch.dtype) -> None:
+    """Raise `ModelLoadError` if a tied checkpoint stores an output layer that differs, as `dtype`, from `embedding`."""
+    head, tied = headers[HEAD], headers[embedding]
+    with safe_open(head.file, framework="pt") as head_file, safe_open(tied.file, framework="pt") as tied_file:
+        ours, theirs = head_file.get_slice(HEAD), tied_file.get_slice(embedding)
+        equal = head.shape == tied.shape and all(
+            torch.equal(ours[start : start + ROWS].to(dtype), theirs[start : start + ROWS].to(dtype))
+            for start in range(0, tied.shape[0], ROWS)
         )
     if not equal:
         raise ModelLoadError(
-            f"{name}: {HEAD} and {embedding_name} differ, but config.json ties them: set tie_word_embeddings to false"
+            f"{name}: {HEAD} and {embedding} differ, but config.json ties them: set tie_word_embeddings to false"
         )

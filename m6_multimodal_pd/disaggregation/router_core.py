@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from m1_single_request.engine_core import EngineCoreBase
-from m1_single_request.errors import ConfigError, EngineUsageError, shown
+from m1_single_request.errors import ConfigError, EngineDeadError, EngineUsageError, shown
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
 from m6_multimodal_pd.disaggregation.members import Member
 from m6_multimodal_pd.disaggregation.router import ON_JOINING, Router
@@ -24,6 +24,7 @@ from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.multimodal.media_intake import MediaIntake
 from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.step_profiler import StepProfiler
+from m6_multimodal_pd.weight_loader import check_loader
 
 LONGEST_WAIT_S = 0.05
 """Time that a step without messages takes, in seconds; then the caller has control again."""
@@ -113,17 +114,21 @@ class RouterCore(EngineCoreBase):
     def update_weights(self, model: str) -> None:
         """Load other weights on all engines; if one of them fails, load the previous ones again.
 
-        Raises `EngineUsageError` while requests are unfinished.
+        Raises `EngineUsageError` while requests are unfinished, and the error of an engine; one that can restore
+        neither weights is lost.
         """
         if self.has_unfinished_requests():
             raise EngineUsageError("weights are exchanged between requests, and some are unfinished")
+        check_loader(self._parts)
         previous = self.router.weights
         try:
             self.router.weights = model
             self.call_all("update_weights", model)
-        except BaseException:  # Ctrl-C, for example
+        except BaseException as error:  # Ctrl-C, for example
             self.router.weights = previous
             self._restore_weights(previous or self.model)
+            if isinstance(error, EngineDeadError):  # one engine, not the group
+                raise EngineLostError(str(error)) from error
             raise
 
     def _restore_weights(self, model: str) -> None:

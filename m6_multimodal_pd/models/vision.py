@@ -9,7 +9,7 @@ of a step run in one forward, those of different requests together. vLLM: `Qwen3
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 
 from m1_single_request.errors import ModelLoadError, shown
 from m1_single_request.model_loader import check_size
-from m3_paged_attention.models.weights import check_headers, draw, fill, read_headers
+from m3_paged_attention.models.weights import Header, check_headers, draw, fill, read_headers
 from m6_multimodal_pd.models.qwen3_vl import VLDecoderConfig
 
 PREFIX = "model.visual."
@@ -76,9 +76,8 @@ class VisionTower:
         cls, name: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
     ) -> "VisionTower":
         """Fill the tower from a directory's safetensors. Raises `ModelLoadError` for a tensor that does not fit."""
-        headers = {key: header for key, header in read_headers(name, directory).items() if key.startswith(PREFIX)}
         shapes = _shapes(config)
-        check_headers(name, headers, {PREFIX + key: tensor for key, tensor in shapes.items()})
+        headers = checked_headers(name, directory, shapes)
         tensors = {key: torch.empty_like(tensor, dtype=dtype, device=device) for key, tensor in shapes.items()}
         fill({PREFIX + key: tensor for key, tensor in tensors.items()}, headers)
         return cls(config, tensors, device)
@@ -90,6 +89,11 @@ class VisionTower:
         tensors = {key: torch.empty_like(tensor, dtype=dtype, device=device) for key, tensor in shapes.items()}
         draw(tensors, config.initializer_range, torch.Generator(device).manual_seed(seed))
         return cls(config, tensors, device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the network's weights, by its own names."""
+        tensors: dict[str, Tensor] = self.network.state_dict()
+        return tensors
 
     @torch.inference_mode()
     def encode(self, items: Sequence[tuple[Tensor, Grid]]) -> list[Tensor]:
@@ -106,6 +110,13 @@ class VisionTower:
         counts = [self.num_tokens(grid) for _, grid in items]
         features = [part.split(counts) for part in (output.pooler_output, *output.deepstack_features)]
         return [torch.cat(parts, dim=1) for parts in zip(*features, strict=True)]
+
+
+def checked_headers(name: str, directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, Header]:
+    """Return the headers of the tower's tensors. Raises `ModelLoadError` unless they are those of `tensors`."""
+    headers = {key: header for key, header in read_headers(name, directory).items() if key.startswith(PREFIX)}
+    check_headers(name, headers, {PREFIX + key: tensor for key, tensor in tensors.items()})
+    return headers
 
 
 def count_weights(config: PreTrainedConfig) -> int:

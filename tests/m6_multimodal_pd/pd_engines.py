@@ -80,7 +80,7 @@ class Wire:
 
 @functools.cache
 def loaded_once(model_config: ModelConfig) -> Any:
-    """Load a model for all groups of this process. No engine changes it; other weights come in another one."""
+    """Load a model for all groups of this process. No engine changes it: `update_weights` needs m6's own loader."""
     return PARTS["model_loader"](model_config)
 
 

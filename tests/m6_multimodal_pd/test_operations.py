@@ -23,7 +23,7 @@ from m6_multimodal_pd import (
     SamplingParams,
 )
 from m6_multimodal_pd.errors import EngineLostError, RemoteError
-from m6_multimodal_pd.wiring import PARTS
+from m6_multimodal_pd.weight_loader import WeightLoader
 from tests.m6_multimodal_pd.pd_engines import add, engine_of
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -105,14 +105,14 @@ def test_if_one_engine_cannot_change_its_weights_none_does(other_model: Path, an
     with made(DisaggregationConfig(transport="in_process")) as engine:
         core: Any = engine.engine_core
         decode = core.router.links.engines["decode-0"].core
-        usual = decode.operations.weight_loader.load
+        usual = decode.operations.weight_loader.check
 
-        def broken(model: str) -> None:
+        def broken(model: str) -> Any:
             if model == str(other_model):
                 raise ModelLoadError("the disk is full")
-            usual(model)
+            return usual(model)
 
-        decode.operations.weight_loader.load = broken
+        decode.operations.weight_loader.check = broken
         with pytest.raises(ModelLoadError, match="the disk is full"):
             engine.update_weights(other_model)
         assert engine.chat(QUESTION, PARAMS).text == answers[0]
@@ -227,17 +227,17 @@ def test_a_profile_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("error", [KeyError("no such file"), RuntimeError("out of memory"), TypeError("no model")])
 def test_what_an_operation_raises_is_its_answer_and_the_group_goes_on(
-    error: Exception, answers: tuple[str, str]
+    error: Exception, answers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Loader:
-        """Loads the model that ships, and no other."""
+    usual = WeightLoader.check
 
-        def __call__(self, config: Any) -> Any:
-            if config.model != DEFAULT_MODEL:
-                raise error
-            return PARTS["model_loader"](config)
+    def check(loader: WeightLoader, model: str) -> Any:
+        if model == "/another":
+            raise error
+        return usual(loader, model)
 
-    with made(DisaggregationConfig(transport="in_process"), model_loader=Loader()) as engine:
+    monkeypatch.setattr(WeightLoader, "check", check)
+    with made(DisaggregationConfig(transport="in_process")) as engine:
         for _ in range(4):
             with pytest.raises(RemoteError, match=f"{type(error).__name__}.*prefill-0"):
                 engine.update_weights("/another")

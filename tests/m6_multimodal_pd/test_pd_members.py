@@ -17,6 +17,7 @@ from m6_multimodal_pd import ConfigError, EngineLostError
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.members import Member, incompatibility, vocabulary_of
 from m6_multimodal_pd.disaggregation.runtime.messages import Joined, LengthFixed
+from m6_multimodal_pd.model_loader import load_model
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Group, add, engine_of, setting
 
@@ -106,7 +107,7 @@ def test_engines_that_do_not_fit_do_not_start(seeing_directory: Path, monkeypatc
 
 def test_weights_wait_for_no_engine_that_has_the_name_of_one_that_was_lost(seeing_directory: Path) -> None:
     """A supervisor starts it again under its name, while another engine still loads: the new one never got the call."""
-    with Group(seeing_directory, **setting(page_size=4)) as group:
+    with Group(seeing_directory, parts={"model_loader": load_model}, **setting(page_size=4)) as group:
         links, members = group.links, group.router.members
         prefill, decode = (group.engines[name] for name in ("prefill-0", "decode-0"))
         first, usual, held, num_ticks = members["prefill-0"], decode.tick, list[Any](), count()

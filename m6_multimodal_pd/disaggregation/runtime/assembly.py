@@ -101,8 +101,8 @@ def links_of(config: Any, parts: Mapping[str, Any], prepare: Callable[..., Any])
         return SocketLinks(group.address, read_keys(group.key_file).router, group)
     if group.transport != "in_process":
         return ProcessLinks(config, is_traced=is_traced)
-    shared = {**parts, "model_loader": cache(parts["model_loader"])}
-    make = partial(Engine, parts=shared, prepare=prepare, segments=InProcessSegments(), is_traced=is_traced)
+    prepare = partial(prepare, load=cache(parts["model_loader"]))  # one model for all
+    make = partial(Engine, parts=parts, prepare=prepare, segments=InProcessSegments(), is_traced=is_traced)
     return LocalLinks(lambda name, role, send: make(role=role, config=on_own_device(config, name), send=send))
 
 
