@@ -88,18 +88,63 @@ def online_softmax_step(scores, value, row_max, row_sum, acc):
     """Add one tile of scores to the softmax. The recurrence of the lesson, with base 2 instead of e.
 
         scores  [M, N]        this tile's query-key products, in units of log2, -inf where masked
-        row_max [M]           the largest score so far; with this tile, every row has at least one finite score
+        row_max [M]           the largest score so far, -inf in a row where all were masked
         row_sum [M]           sum of 2**(score - row_max) so far
         acc     [M, HEAD_PAD] sum of the values so far with the same weights, not yet divided by row_sum
 
     If the maximum grows, the sums so far are scaled by 2**(old - new).
     """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    shrink = tl.exp2(row_max - new_max)
-    weights = tl.exp2(scores - new_max[:, None])
+    finite = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
+    shrink = tl.exp2(row_max - finite)
+    weights = tl.exp2(scores - finite[:, None])
     row_sum = row_sum * shrink + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
     return new_max, row_sum, acc
+
+
+@triton.jit
+def attend_to_tiles(
+    query,  # [BLOCK_M, HEAD_PAD]
+    key_cache_ptr,
+    value_cache_ptr,
+    table_ptr,
+    start,
+    end,
+    visible,  # [BLOCK_M]: positions from here on are masked
+    kv_head,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Run the softmax over the positions from `start` to `end`, tile by tile; return its three values."""
+    row_max, row_sum, acc = empty_softmax(BLOCK_M, HEAD_PAD)
+    for tile in range(start, end, BLOCK_N):
+        positions = tile + tl.arange(0, BLOCK_N)
+        key, value = load_kv_tile(
+            key_cache_ptr, value_cache_ptr, table_ptr, positions, end, kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE
+        )
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where(positions[None, :] < visible[:, None], scores, float("-inf"))
+        row_max, row_sum, acc = online_softmax_step(scores, value, row_max, row_sum, acc)
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def new_tokens(query_start_ptr, row, first_row, first_token, WIDTH: tl.constexpr):
+    """Return the first new token of a row and their number: 0 for a row of more than WIDTH."""
+    if WIDTH == 1:
+        start_token = first_token + row
+        query_len = start_token - start_token + 1
+    else:
+        start_token = tl.load(query_start_ptr + first_row + row).to(tl.int64)
+        query_len = tl.load(query_start_ptr + first_row + row + 1) - start_token
+        query_len = tl.where(query_len > WIDTH, 0, query_len)
+    return start_token, query_len.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["table_stride", "first_row", "first_token"])
@@ -108,80 +153,90 @@ def paged_decode_kernel(
     key_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
     value_cache_ptr,
     block_tables_ptr,  # [num_seqs, table_stride]
+    query_start_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs]
-    partial_ptr,  # out: fp32 [rows, num_heads, SPLITS, HEAD_DIM]
-    lse_ptr,  # out: fp32 [rows, num_heads, SPLITS]
+    partial_ptr,  # out: [rows, WIDTH, num_heads, SPLITS, HEAD_DIM]
+    lse_ptr,  # out: fp32 [rows, WIDTH, num_heads, SPLITS]
     scale,  # softmax scale * log2(e)
     query_stride,
     table_stride,
-    first_row,  # rows and tokens before these are prefills
-    first_token,
+    first_row,  # of the rows of this launch
+    first_token,  # of their tokens, if each has one
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Decode: one new token per sequence. A program computes one sequence, one KV head and one of SPLITS splits.
+    """Decode: 1 to WIDTH new tokens per sequence, whose KV is split. A longer row is left to `paged_prefill_kernel`.
 
-    The GROUP query heads of the KV head are the rows of its tile, so every key and value is read once for all of them.
-    The result of a split is its own softmax (`partial`) and its log2-sum-exp; the next kernel joins the splits. The
-    borders of the splits depend only on this sequence's length, never on other rows of the batch.
+    A program computes one of SPLITS splits for one KV head and QUERIES of the new tokens. The GROUP query heads of each
+    are rows of its tile, so that every key and value is read once for all of them. The result is a softmax of its own
+    (`partial`) and its log2-sum-exp. The borders of the splits depend only on this sequence's length.
     """
-    row = tl.program_id(0).to(tl.int64)
+    num_tiles = tl.cdiv(WIDTH, QUERIES)
+    row = (tl.program_id(0) // num_tiles).to(tl.int64)
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    group = tl.arange(0, GROUP_PAD)
-    heads = kv_head * GROUP + group
-    out = (row * (NUM_KV_HEADS * GROUP) + heads) * SPLITS + split  # [GROUP_PAD]
+    rows_of_tile = tl.arange(0, BLOCK_M)
+    queries = tl.program_id(0) % num_tiles * QUERIES + rows_of_tile // GROUP
+    heads = kv_head * GROUP + rows_of_tile % GROUP
+    start_token, query_len = new_tokens(query_start_ptr, row, first_row, first_token, WIDTH)
+    valid = (rows_of_tile < QUERIES * GROUP) & (queries < query_len)
+    out = ((row * WIDTH + queries) * (NUM_KV_HEADS * GROUP) + heads) * SPLITS + split  # [BLOCK_M]
     seq_len = tl.load(seq_lens_ptr + first_row + row)
     piece = tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_N) * BLOCK_N
     start, end = split * piece, tl.minimum((split + 1) * piece, seq_len)
     if start >= end:  # the last splits of a short sequence are empty; all splits of a padding row (length 0) are
-        tl.store(lse_ptr + out, tl.full([GROUP_PAD], float("-inf"), tl.float32), mask=group < GROUP)
+        tl.store(lse_ptr + out, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
         return
     dims = tl.arange(0, HEAD_PAD)
-    mask = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    query_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
-    query = tl.load(query_ptr + (first_token + row) * query_stride + query_offsets, mask=mask, other=0.0)
+    mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+    query_offsets = (start_token + queries)[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    query = tl.load(query_ptr + query_offsets, mask=mask, other=0.0)
     table_ptr = block_tables_ptr + (first_row + row) * table_stride
-    row_max, row_sum, acc = empty_softmax(GROUP_PAD, HEAD_PAD)
-    for tile in range(start, end, BLOCK_N):
-        positions = tile + tl.arange(0, BLOCK_N)
-        key, value = load_kv_tile(
-            key_cache_ptr, value_cache_ptr, table_ptr, positions, end, kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE
-        )
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where((positions < end)[None, :], scores, float("-inf"))
-        row_max, row_sum, acc = online_softmax_step(scores, value, row_max, row_sum, acc)
-    tl.store(partial_ptr + out[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None], mask=mask)
-    tl.store(lse_ptr + out, row_max + tl.log2(row_sum), mask=group < GROUP)
+    visible = tl.minimum(seq_len - query_len + queries + 1, end)  # positions from here on are masked
+    row_max, row_sum, acc = attend_to_tiles(
+        query, key_cache_ptr, value_cache_ptr, table_ptr, start, end, visible, kv_head, scale,
+        NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    total = tl.where(row_sum > 0.0, row_sum, 1.0)  # 0: the split begins behind the token
+    partial = (acc / total[:, None]).to(partial_ptr.dtype.element_ty)
+    tl.store(partial_ptr + out[:, None] * HEAD_DIM + dims[None, :], partial, mask=mask)
+    tl.store(lse_ptr + out, row_max + tl.log2(total), mask=valid)
 
 
-@triton.jit(do_not_specialize=["first_token"])
+@triton.jit(do_not_specialize=["first_row", "first_token"])
 def join_splits_kernel(
-    partial_ptr,  # fp32 [rows, num_heads, SPLITS, HEAD_DIM]
-    lse_ptr,  # fp32 [rows, num_heads, SPLITS]
+    partial_ptr,  # [rows, WIDTH, num_heads, SPLITS, HEAD_DIM]
+    lse_ptr,  # fp32 [rows, WIDTH, num_heads, SPLITS]
+    query_start_ptr,  # [num_seqs + 1]
     out_ptr,  # out: [num_tokens, num_heads, HEAD_DIM]
+    first_row,
     first_token,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Join the splits of `paged_decode_kernel`: one program per sequence and query head.
+    """Join the splits of `paged_decode_kernel`: one program per sequence, new token and query head.
 
     The weight of a split is proportional to 2**lse, the sum over its positions. An empty split has lse = -inf, weight
     0 and an invalid `partial`. A row of empty splits (padding in a CUDA graph) becomes zeros.
     """
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    num_heads = tl.num_programs(1)
+    query, head = tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(2)
+    start_token, query_len = new_tokens(query_start_ptr, row, first_row, first_token, WIDTH)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, HEAD_PAD)
-    first = (row * num_heads + head) * SPLITS
-    lse = tl.load(lse_ptr + first + splits)
+    first = ((row * WIDTH + query) * num_heads + head) * SPLITS
+    valid = query < query_len
+    lse = tl.load(lse_ptr + first + splits, mask=valid, other=float("-inf"))
     filled = lse > float("-inf")
     mask = filled[:, None] & (dims < HEAD_DIM)[None, :]
     partial = tl.load(partial_ptr + (first + splits)[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
@@ -189,9 +244,9 @@ def join_splits_kernel(
     peak = tl.where(peak > float("-inf"), peak, 0.0)  # -inf - -inf would be NaN
     weights = tl.exp2(lse - peak)
     total = tl.sum(weights, axis=0)
-    joined = tl.sum(weights[:, None] * partial, axis=0) / tl.where(total > 0.0, total, 1.0)
-    out = ((first_token + row) * num_heads + head) * HEAD_DIM + dims
-    tl.store(out_ptr + out, joined.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    joined = tl.sum(weights[:, None] * partial.to(tl.float32), axis=0) / tl.where(total > 0.0, total, 1.0)
+    out = ((start_token + query) * num_heads + head) * HEAD_DIM + dims
+    tl.store(out_ptr + out, joined.to(out_ptr.dtype.element_ty), mask=(dims < HEAD_DIM) & valid)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -213,6 +268,7 @@ def paged_prefill_kernel(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MOST_SPLIT: tl.constexpr,
 ):
     """Prefill: many new tokens per sequence. A program computes BLOCK_M of one sequence's tokens, for one query head.
 
@@ -220,13 +276,16 @@ def paged_prefill_kernel(
 
         positions   0 ........ context | new tokens
         queries                        | BLOCK_M |        the causal mask applies to the last tiles
+
+    A row with at most MOST_SPLIT new tokens is left to `paged_decode_kernel`.
     """
     tile_m = tl.program_id(0)
     row = tl.program_id(1)
     head = tl.program_id(2)
     first_token = tl.load(query_start_ptr + row)
     query_len = tl.load(query_start_ptr + row + 1) - first_token
-    if tile_m * BLOCK_M >= query_len:  # the grid has the size for the longest prompt of the batch
+    # The grid has the size for the longest prompt of the batch.
+    if (tile_m * BLOCK_M >= query_len) | (query_len <= MOST_SPLIT):
         return
 
     seq_len = tl.load(seq_lens_ptr + row)
@@ -239,16 +298,10 @@ def paged_prefill_kernel(
     query = tl.load(query_ptr + query_offsets, mask=mask, other=0.0)
     table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-    row_max, row_sum, acc = empty_softmax(BLOCK_M, HEAD_PAD)
     end = tl.minimum(seq_len - query_len + (tile_m + 1) * BLOCK_M, seq_len)
-    for tile in range(0, end, BLOCK_N):
-        positions = tile + tl.arange(0, BLOCK_N)
-        key, value = load_kv_tile(
-            key_cache_ptr, value_cache_ptr, table_ptr, positions, end, kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE
-        )
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        # Position 0 is visible to every query, so the first tile leaves no row at -inf.
-        scores = tl.where(positions[None, :] <= query_positions[:, None], scores, float("-inf"))
-        row_max, row_sum, acc = online_softmax_step(scores, value, row_max, row_sum, acc)
+    _, row_sum, acc = attend_to_tiles(
+        query, key_cache_ptr, value_cache_ptr, table_ptr, 0, end, query_positions + 1, kv_head, scale,
+        NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
     out_offsets = (tokens * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_offsets, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,13 +1,17 @@
 """The `triton` backend: checks shapes, chooses tiles and launches the kernels of the modules beside it.
 
 A launch is `kernel[grid](...)`: the grid is the number of programs; the compile-time arguments select the machine code.
-All decisions here depend on shapes and types, never on values on the device, so no call waits for the GPU. Tiles,
-splits and the work of a program do not depend on the other rows of the batch: the attention of a request is bitwise the
-same alone and in any batch.
+All decisions here depend on shapes and types, never on values on the device, so no call waits for the GPU. The kernel
+of a row follows from its own number of new tokens: up to `MOST_SPLIT` (decodes, and drafts that are verified) its KV is
+split, so that few rows behind long contexts fill a GPU; more are a prefill.
 
-So a step can be captured in a CUDA graph: the grid of decode is rows x KV heads x splits and does not depend on
-lengths, that of prefill depends on the longest row. Rows of length 0 are valid, and their decode is zeros. Outputs come
-from torch's caching allocator; a captured graph keeps its own memory.
+The number of splits, and so the order of additions, follows from the bucket: the number of rows and of new tokens in
+one, each rounded up to a power of two. Within a bucket a request gets the same bits beside any other requests; in
+another bucket the last bit may differ, as it may in the matrix products of cuBLAS. It never follows from a length.
+
+So a step can be captured in a CUDA graph: the grid of split rows is rows x KV heads x splits, and that of prefill
+depends on the longest row. Rows of length 0 are valid, and their decode is zeros. Outputs come from torch's caching
+allocator; a captured graph keeps its own memory.
 
 The tiles were chosen by compiling for Hopper (sm_90) and reading registers, spills and shared memory:
 `python -m tests.kernels.compile_for_sm90` prints the table. There is no `@autotune`, because its measured choice could
@@ -35,8 +39,11 @@ from m3_paged_attention.linear import Linear, PlainLinear
 
 LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
-PROGRAMS_TO_FILL_A_GPU = 128
-"""Number of programs that occupies all multiprocessors; an H100 or H200 has 132."""
+MOST_SPLIT = 16
+"""Maximum number of new tokens of a row whose KV is split. In a longer row the programs of a prefill are enough."""
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Number of programs of decode that a multiprocessor runs at once: they wait for memory."""
+MOST_SPLITS = 32
 
 
 class Tile(NamedTuple):
@@ -86,9 +93,15 @@ class TritonBackend:
         """
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if metadata.num_prefills:
-            self._prefill(_packed(query), layer, metadata, scale, out)
+            if metadata.max_query_len > MOST_SPLIT:
+                self._prefill(_packed(query), layer, metadata, scale, out)
+            few = [n for n in metadata.query_lens_host[: metadata.num_prefills] if n <= MOST_SPLIT]
+            if few or not metadata.query_lens_host:  # a step that is captured: it will have other lengths
+                most = max(few, default=min(metadata.max_query_len, MOST_SPLIT))
+                self._split(_packed(query), layer, metadata, scale, out, range(metadata.num_prefills), most)
         if metadata.num_decodes:
-            self._decode(_packed(query), layer, metadata, scale, out)
+            rows = range(metadata.num_prefills, metadata.num_prefills + metadata.num_decodes)
+            self._split(_packed(query), layer, metadata, scale, out, rows, 1)
         return out
 
     def _prefill(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float, out: Tensor) -> None:
@@ -112,47 +125,65 @@ class TritonBackend:
             PAGE=layer.key_cache.shape[1],
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
+            MOST_SPLIT=MOST_SPLIT,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
 
-    def _decode(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float, out: Tensor) -> None:
-        _, num_heads, head_dim = query.shape
-        num_rows, num_kv_heads = metadata.num_decodes, layer.key_cache.shape[2]
-        tile = decode_tile(head_dim, num_heads // num_kv_heads, query.dtype, query.device.type)
-        splits = num_splits(num_kv_heads, query.device.type)
-        partial = torch.empty((num_rows, num_heads, splits, head_dim), dtype=torch.float32, device=query.device)
-        lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=query.device)
-        paged_decode_kernel[(num_rows, num_kv_heads, splits)](
+    def _split(
+        self,
+        query: Tensor,
+        layer: KVLayer,
+        metadata: AttentionMetadata,
+        scale: float,
+        out: Tensor,
+        rows: range,
+        most: int,
+    ) -> None:
+        """Compute `rows`, with at most `most` new tokens each; rows of more than `MOST_SPLIT` are passed over."""
+        (_, num_heads, head_dim), num_kv_heads, device = query.shape, layer.key_cache.shape[2], query.device
+        group, width = num_heads // num_kv_heads, _power_of_two(most)
+        tile = split_tile(head_dim, group, width, query.dtype, device.type)
+        splits = num_splits(len(rows), num_kv_heads, multiprocessors(device))
+        partial = torch.empty((len(rows), width, num_heads, splits, head_dim), dtype=query.dtype, device=device)
+        lse = torch.empty((len(rows), width, num_heads, splits), dtype=torch.float32, device=device)
+        queries = tile.block_m // group  # of a tile
+        paged_decode_kernel[(len(rows) * -(-width // queries), num_kv_heads, splits)](
             query,
             *layer,
             metadata.block_tables,
+            metadata.query_start_loc,
             metadata.seq_lens,
             partial,
             lse,
             scale * LOG2_E,
             query.stride(0),
             metadata.block_tables.stride(0),
-            metadata.num_prefills,
+            rows.start,
             metadata.num_prefill_tokens,
             NUM_KV_HEADS=num_kv_heads,
-            GROUP=num_heads // num_kv_heads,
-            GROUP_PAD=tile.block_m,
+            GROUP=group,
             HEAD_DIM=head_dim,
             HEAD_PAD=_padded_head(head_dim),
             PAGE=layer.key_cache.shape[1],
+            BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
+            QUERIES=queries,
+            WIDTH=width,
             SPLITS=splits,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-        join_splits_kernel[(num_rows, num_heads)](
+        join_splits_kernel[(len(rows), most, num_heads)](
             partial,
             lse,
+            metadata.query_start_loc,
             out,
+            rows.start,
             metadata.num_prefill_tokens,
             HEAD_DIM=head_dim,
             HEAD_PAD=_padded_head(head_dim),
+            WIDTH=width,
             SPLITS=splits,
         )
 
@@ -235,26 +266,35 @@ def prefill_tile(head_dim: int, dtype: torch.dtype, device_type: str) -> Tile:
 
 
 @functools.cache
-def decode_tile(head_dim: int, group: int, dtype: torch.dtype, device_type: str) -> Tile:
-    """Return the tile of decode. Its rows are the `group` query heads of a KV head, padded to 16 (one mma) or more."""
-    head_pad, rows = _padded_head(head_dim), max(16, _power_of_two(group))
+def split_tile(head_dim: int, group: int, width: int, dtype: torch.dtype, device_type: str) -> Tile:
+    """Return the tile of rows whose KV is split. Its rows are the `group` query heads of a KV head, of one or more of
+    the `width` new tokens: 16 (one mma) or more, and as many as one program has registers for. On a CPU (interpreter)
+    it does not depend on the width, for tests that compare bits."""
+    head_pad = _padded_head(head_dim)
+    smallest = max(16, _power_of_two(group))
     if device_type == "cpu":
-        return Tile(rows, 16, 4, 1)
+        return Tile(max(smallest, 64), 16, 4, 1)
     if dtype == torch.float32:
-        return Tile(rows, 16, 8, 1)
-    return Tile(rows, 64 if head_pad <= 128 else 32, 4, 3)
+        return Tile(smallest, 16, 8, 1)
+    rows = max(smallest, min(64, _power_of_two(group * width)))
+    return Tile(rows, 64 if head_pad <= 128 else 32, 4, 3 if rows <= 32 else 2)
+
+
+def num_splits(num_rows: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+    """Return the number of splits of every row: enough that the rows fill the GPU, whatever their lengths are.
+
+    `num_multiprocessors` is 0 on a CPU (interpreter). There it is always the same, for tests that compare bits.
+    """
+    if not num_multiprocessors:
+        return 4
+    programs = _power_of_two(num_rows) * num_kv_heads
+    return min(MOST_SPLITS, _power_of_two(-(-PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // programs)))
 
 
 @functools.cache
-def num_splits(num_kv_heads: int, device_type: str) -> int:
-    """Return the number of splits of every sequence in decode: enough that one sequence alone fills a GPU.
-
-    It depends only on the model. It determines the order of additions, and so the last bit of the result: if it
-    depended on the batch, a request's tokens would depend on the other requests.
-    """
-    if device_type == "cpu":
-        return 4
-    return min(32, max(4, _power_of_two(-(-PROGRAMS_TO_FILL_A_GPU // num_kv_heads))))
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; 0 for a CPU."""
+    return 0 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _padded_head(head_dim: int) -> int:

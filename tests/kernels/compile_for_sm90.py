@@ -29,6 +29,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from m3_paged_attention.attention import triton_backend
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.triton_attention import store_kv_kernel
 from m3_paged_attention.attention.triton_backend import TritonBackend
@@ -59,6 +60,11 @@ SHAPES = (
 PADDED_SHAPES = (Shape("heads of 96", 32, 32, 96, 3072, 8192), Shape("heads of 256", 8, 4, 256, 2304, 9216))
 PAGE = 16
 NUM_TOKENS, NUM_POSITIONS = 40, 4096
+STEPS = [[20, 17, 1, 1, 1], [1], [1] * 512, [4], [8], [16], [16] * 512]
+"""New tokens of each row: prefills beside decodes, decodes of few and of many rows, and verifications. A kernel's code
+depends on the number of rows and on the longest one, and on no length of a context."""
+MULTIPROCESSORS = 132
+"""Of an H100 and an H200."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +118,17 @@ def launches(shape: Shape, dtype: torch.dtype) -> None:
     backend.rms_norm(query_key, meta(heads + kv_heads, head_dim), 1e-6)
     backend.rotary(query_key, angles, angles)
     backend.store_kv(key, value, layer, meta(NUM_TOKENS, dtype=torch.int64))
-    backend.attention(query, layer, _metadata(), head_dim**-0.5)
+    for lens in STEPS:
+        backend.attention(query, layer, _metadata(lens), head_dim**-0.5)
     backend.silu_mul(meta(NUM_TOKENS, 2 * shape.intermediate_size))
     table, axes = meta(NUM_POSITIONS, head_dim // 2, dtype=torch.float32), meta(head_dim // 2, dtype=torch.int64)
     gather_with_triton(meta(3, NUM_TOKENS, dtype=torch.int64), table, table, axes)
 
 
-def _metadata() -> AttentionMetadata:
-    """Two prefills and three decodes; a kernel's code depends on no length."""
-    query_lens = [20, NUM_TOKENS - 23, 1, 1, 1]
-    tables, slots = np.zeros((5, 4), np.int32), np.zeros(NUM_TOKENS, np.int64)
-    return AttentionMetadata.build(query_lens, [0, 0, 59, 30, 7], tables, slots, torch.device("meta"))
+def _metadata(query_lens: list[int]) -> AttentionMetadata:
+    """A step of these numbers of new tokens."""
+    tables, slots = np.zeros((len(query_lens), 4), np.int32), np.zeros(NUM_TOKENS, np.int64)
+    return AttentionMetadata.build(query_lens, [7] * len(query_lens), tables, slots, torch.device("meta"))
 
 
 def compile_all(shapes: tuple[Shape, ...], dtypes: tuple[str, ...]) -> Iterator[Compiled]:
@@ -130,6 +136,7 @@ def compile_all(shapes: tuple[Shape, ...], dtypes: tuple[str, ...]) -> Iterator[
     if not isinstance(store_kv_kernel, JITFunction):
         raise SystemExit("TRITON_INTERPRET is set: the kernels are interpreted in this process, not compiled")
     triton.runtime.driver.set_active(HopperThatIsNotThere())
+    triton_backend.multiprocessors = lambda device: MULTIPROCESSORS
     launch = JITFunction.run
     compiled: list[tuple[str, Any]] = []
 
