@@ -229,7 +229,7 @@ def grade_frames(source_class: type[StagedSource]) -> str:
                 in_transit.append((pages, ticket))
         elif in_transit:
             pages, ticket = in_transit.pop(0)
-            target.receive("prefill", ticket, pages)
+            target.receive("prefill", ticket, pages).write()
             for page in pages:
                 if not bool((there.blocks[:, page] == page).all()):
                     came = int(there.blocks[0, page].flatten()[0])

@@ -98,7 +98,7 @@ def transfer(sizes: Sequence[int], rounds: int) -> Row:
         began = time.perf_counter()
         ticket = source.send("decode", pages)
         assert ticket is not None
-        target.receive("prefill", ticket, pages)
+        target.receive("prefill", ticket, pages).write()
         seconds = time.perf_counter() - began
         source.release("decode", ticket.number)
         return seconds

@@ -38,7 +38,8 @@ class DisaggregationConfig:
     """`shared_memory`: each engine is a process of this host. `in_process`: all of them run in this one, in turns, for
     tests and lessons."""
     transfer_buffer_bytes: PositiveInt = 64 * 2**20
-    """Size of the memory between a prefill and a decode engine, for KV that was sent and is not read yet."""
+    """Size of the memory between a prefill and a decode engine, for KV that was sent and is not read yet: of the
+    prefill engine's GPU if the decode engine can read it, else of the host."""
     max_message_bytes: Annotated[int, Meta(ge=16_384, le=2**63 - 1)] = 256 * 2**20
     """Largest size of a message between router and engine; the images of a request are the largest part, and
     an engine's report of its state must fit."""

@@ -2,7 +2,8 @@
 
 A side stands between the messages of an engine and its engine core. It is called between two steps, never in one: a
 message changes what a user could change (it adds or aborts a request), or a queue of the scheduler. A message that is
-late, comes twice, or is for a room that has ended changes nothing. New in this milestone. SGLang: the event loops of
+late, comes twice, or is for a room that has ended changes nothing. In every tick it looks at the copies that it has
+begun, and waits for none. New in this milestone. SGLang: the event loops of
 `disaggregation/prefill.py` and `decode.py`, around its scheduler.
 """
 
@@ -20,6 +21,7 @@ from m6_multimodal_pd.disaggregation.poll import KVPoll, Transfer
 from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT, fault_of, resume
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Cancel,
+    Chunk,
     Decode,
     Ended,
     FirstToken,
@@ -32,6 +34,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     RoomFailed,
     ToRouter,
 )
+from m6_multimodal_pd.disaggregation.staging import Arrival
 from m6_multimodal_pd.errors import EngineLostError, TransferError
 from m6_multimodal_pd.multimodal.prompt import ChatPrompt
 from m6_multimodal_pd.request import Req
@@ -54,6 +57,18 @@ class Occupied(Generic[T]):
     """On the decode side: the message that came with the first token, until the router has its content."""
 
 
+@dataclass(frozen=True)
+class InFlight(Generic[T]):
+    """A chunk whose pages are being copied."""
+
+    occupied: Occupied[T]
+    chunk: Chunk
+    began: float
+    """When its copy began, by `time.perf_counter`."""
+    arrival: Arrival | None = None
+    """On the decode side: its pages."""
+
+
 class EngineSide(ABC, Generic[T]):
     """Handles the messages to an engine, and sends its results after each step."""
 
@@ -65,6 +80,8 @@ class EngineSide(ABC, Generic[T]):
         self.core, self.send, self.tracer = core, send, core.tracer
         self.page_size = core.scheduler.pools.token_to_kv_pool_allocator.page_size
         self.rooms: dict[int, Occupied[T]] = {}
+        self.in_flight: list[InFlight[T]] = []
+        """Chunks in the order in which their copies began. A room may be left before."""
         self.newest_room = -1
         """Rooms come in the order of their numbers, each once."""
 
@@ -80,6 +97,7 @@ class EngineSide(ABC, Generic[T]):
                     self.core.abort_request(self.rooms[room].req.rid)
             case PeerLost(name):
                 self.transport.forget(name)
+                self.in_flight = [each for each in self.in_flight if each.occupied.peer != name]
                 for occupied in [o for o in self.rooms.values() if o.peer == name]:
                     self.fail(occupied, EngineLostError(f"engine {name!r} is gone"), tell_peer=False)
             case Prefill(room) | Decode(room) if room > self.newest_room:
@@ -115,6 +133,10 @@ class EngineSide(ABC, Generic[T]):
         except TransferError as error:
             if occupied is not None:
                 self.fail(occupied, error)
+
+    def is_copying(self, occupied: Occupied[T]) -> bool:
+        """Return whether pages of this room are being copied."""
+        return any(each.occupied is occupied for each in self.in_flight)
 
     def say(self, peer: str, body: PeerMessage) -> None:
         """Send a message to another engine."""

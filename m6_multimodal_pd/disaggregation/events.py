@@ -35,6 +35,23 @@ def _words(state: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PathChosen(Event):
+    """The memory between this engine and another one, through which KV goes."""
+
+    style: ClassVar[str] = "blue"
+    detail: ClassVar[bool] = True
+    peer: str
+    """Name of the other engine."""
+    path: str
+    """`GPU memory` or `host memory`."""
+    why: str
+    """The cause, with the error if the memory is slower than it could be."""
+
+    def explain(self) -> str:
+        return f"KV between this engine and {self.peer} goes through {self.path}: {self.why}."
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChunkSent(Event):
     """A chunk of pages is ready for another engine."""
 
@@ -56,7 +73,7 @@ class ChunkSent(Event):
     is_last: bool
     """True for the last chunk of the transfer."""
     seconds: float = volatile()
-    """Time of copying them."""
+    """Time from the begin of copying them until they were found there."""
 
     def brief(self) -> str:
         return f"sent: {some(self.num_pages, 'page')} of {self.rid}"
@@ -88,7 +105,7 @@ class ChunkReceived(Event):
     num_bytes: int
     """Their size."""
     seconds: float = volatile()
-    """Time of copying them."""
+    """Time from the begin of copying them until they were found there."""
 
     def brief(self) -> str:
         return f"received: {some(len(self.pages), 'page')} of {self.rid}"

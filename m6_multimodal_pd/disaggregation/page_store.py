@@ -2,18 +2,39 @@
 
 Up to m5 pages stay where they are computed. To send a page, its parts in K and V of every layer, and in those of a
 draft model, are gathered into a row of bytes; the receiver scatters the row into any free page. A page keeps its bytes
-and changes its number. vLLM: `nixl_connector.py` in `distributed/kv_transfer/kv_connector/v1/` registers the tensors
-and lets the network card gather; SGLang: `KVArgs.kv_data_ptrs` and `kv_item_lens` in `disaggregation/base/conn.py`.
+and changes its number. On a GPU a copy between devices, or to the host, runs on a stream of its own while the engine
+computes; pages themselves are read and written on the engine's stream only, in order with its steps. So no page is held
+for a copy: a request may end at any time. vLLM: `nixl_connector.py` in `distributed/kv_transfer/kv_connector/v1/`
+registers the tensors and lets the network card gather; SGLang: `KVArgs.kv_data_ptrs` and `kv_item_lens` in
+`disaggregation/base/conn.py`.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from m1_single_request.errors import ConfigError, shown
+from m1_single_request.errors import ConfigError, EngineDeadError, shown
+from m3_paged_attention.attention.metadata import on_device
 from m3_paged_attention.kv_storage import KVStorage
 from m6_multimodal_pd.errors import TransferError
+
+
+class Copy:
+    """A copy that a store has begun. On a CPU it is done then."""
+
+    def __init__(self, rows: Tensor, event: Any = None) -> None:
+        """`event`: of CUDA, behind the copy; None if it is done."""
+        self.rows, self._event = rows, event  # uint8 [pages, page_bytes]: complete, and not before, when it is done
+
+    def is_done(self) -> bool:
+        """Return whether the copy is done; does not wait. Raises `EngineDeadError` if the device is lost."""
+        try:
+            return self._event is None or bool(self._event.query())
+        except torch.AcceleratorError as error:
+            raise EngineDeadError(f"KV cannot be copied any more: {error}") from error
 
 
 class PageStore:
@@ -38,6 +59,10 @@ class PageStore:
         self._widths = [memory[0].numel() for memory in self._memories]
         self.page_bytes = sum(self._widths) * self._unit.itemsize
         """Size of a page in all storages: the width of a row."""
+        self.device = self._memories[0].device
+        self._stream: Any = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def check_pages(self, pages: Sequence[int]) -> None:
         """Raise `TransferError` unless all these pages exist, may be allocated, and are named once."""
@@ -48,31 +73,57 @@ class PageStore:
             raise TransferError(f"pages {shown(list(pages))}: one of them is named twice")
 
     @torch.inference_mode()
-    def read(self, pages: Sequence[int], rows: Tensor) -> None:
-        """Copy these pages into `rows`, uint8 `[len(pages), page_bytes]` on the CPU.
+    def read(self, pages: Sequence[int], rows: Tensor) -> Copy:
+        """Begin to copy these pages into `rows`, uint8 `[len(pages), page_bytes]` on the host or on this device.
 
-        The kernels that compute the KV must have ended, or be earlier on the same CUDA stream. Raises `TransferError`
-        for a page that cannot be moved.
+        They are gathered behind the kernels that are queued on the current stream, and before later ones: the pages may
+        change once this returns. Raises `TransferError` for a page that cannot be moved.
         """
         self.check_pages(pages)
-        for memory, index, part in self._parts(pages, rows):
-            if memory.device == part.device:
-                torch.index_select(memory, 0, index, out=part)
-            else:
-                part.copy_(memory.index_select(0, index))  # gathered on the device, then copied in one piece
+        here = rows if rows.device == self.device else torch.empty_like(rows, device=self.device)
+        for memory, index, part in self._parts(pages, here):
+            torch.index_select(memory, 0, index, out=part)
+        if self._stream is None:
+            return Copy(rows)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        if here is not rows:
+            with torch.cuda.stream(self._stream):
+                rows.copy_(here, non_blocking=True)
+            here.record_stream(self._stream)
+        return Copy(rows, self._stream.record_event())
+
+    @torch.inference_mode()
+    def fetch(self, rows: Tensor) -> Copy:
+        """Begin to copy rows of the host, or of another engine's GPU, to this device, beside its steps. On a CPU they
+        are used where they are."""
+        if self._stream is None:
+            return Copy(rows)
+        with torch.cuda.stream(self._stream):
+            here = torch.empty_like(rows, device=self.device)
+            here.copy_(rows, non_blocking=True)
+        return Copy(here, self._stream.record_event())
 
     @torch.inference_mode()
     def write(self, pages: Sequence[int], rows: Tensor) -> None:
-        """Copy `rows`, as `read` made them, into these pages. Raises `TransferError` before anything is written."""
+        """Copy the rows of a `fetch` that is done into these pages, behind the kernels that are queued on the current
+        stream. Raises `TransferError` before anything is written."""
         self.check_pages(pages)
         for memory, index, part in self._parts(pages, rows):
-            memory.index_copy_(0, index, part.to(memory.device))
+            memory.index_copy_(0, index, part)
+        if self._stream is not None:
+            rows.record_stream(torch.cuda.current_stream(self.device))
+
+    def wait(self) -> None:
+        """Wait for all copies: what they read or write may be unmapped then."""
+        if self._stream is not None:
+            with suppress(torch.AcceleratorError):  # a lost device copies nothing any more
+                self._stream.synchronize()
 
     def _parts(self, pages: Sequence[int], rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Each storage, the page numbers on its device, and its share of the rows: `[len(pages), tensors, units]`."""
         shares = torch.split(rows.view(self._unit), self._widths, dim=1)
         for memory, share in zip(self._memories, shares, strict=True):
-            index = torch.tensor(pages, dtype=torch.int64, device=memory.device)
+            index = on_device(torch.tensor(pages, dtype=torch.int64), self.device)
             yield memory, index, share.view(len(pages), *memory.shape[1:])
 
 

@@ -143,7 +143,7 @@ class KVReceiver(Transfer):
         return True
 
     def arrived(self, pages: range) -> None:
-        """Note that the pages of the expected chunk are in memory."""
+        """Note that the expected chunk has come. Do not `complete` the transfer while its pages are being copied."""
         if self.state is KVPoll.WAITING_FOR_INPUT:
             self._go(KVPoll.TRANSFERRING, "the first pages have come")
         self.num_chunks, self.next_page = self.num_chunks + 1, pages.stop

@@ -1,15 +1,17 @@
 """The prefill side: chunks of a prompt's KV leave while later pieces of the prompt are still being computed.
 
 In every tick of its engine, with a step or without, it sends the pages of each prompt that are complete; the last page
-goes with the end of the prompt, full or not. The first token follows, with the number of chunks, so that the decode
-side can check that it has all of them. Without free frames the pages wait in their places for a later tick. SGLang:
-`SchedulerDisaggregationPrefillMixin.send_kv_chunk`.
+goes with the end of the prompt, full or not. The message about a chunk is sent when its pages are copied. The first
+token follows, with the number of chunks, so that the decode side can check that it has all of them. Without free frames
+the pages wait in their places for a later tick. SGLang: `SchedulerDisaggregationPrefillMixin.send_kv_chunk`.
 """
 
 import time
 
+import msgspec
+
 from m1_single_request.request import RequestStatus
-from m6_multimodal_pd.disaggregation.engine_side import EngineSide, Occupied
+from m6_multimodal_pd.disaggregation.engine_side import EngineSide, InFlight, Occupied
 from m6_multimodal_pd.disaggregation.events import ChunkSent
 from m6_multimodal_pd.disaggregation.first_token import TAKEN_OVER
 from m6_multimodal_pd.disaggregation.poll import KVPoll, KVSender
@@ -44,11 +46,13 @@ class PrefillSide(EngineSide[KVSender]):
 
     def receive(self, origin: str, body: PeerMessage) -> None:
         match body:
-            case Taken(number, is_mapped):
+            case Taken(number, is_mapped=True):
                 self.transport.release(origin, number)
-                if not is_mapped:  # the next pages go through a new segment
-                    self.transport.forget(origin)
-            case Preallocated(room, start) if room in self.rooms:
+            case Taken(number, why=why):
+                self.transport.refused(origin, number, why)
+            case Preallocated(room, start, devices) if room in self.rooms:
+                if (offer := self.transport.offer(origin, devices)) is not None:
+                    self.say(origin, offer)
                 occupied = self.rooms[room]
                 if occupied.transfer.preallocated(start):
                     self.core.scheduler.bootstrapped(occupied.req.rid)
@@ -59,6 +63,7 @@ class PrefillSide(EngineSide[KVSender]):
 
     def after_step(self) -> None:
         """Send pages that are complete; leave the rooms of requests that have ended."""
+        self._say_ready()
         for occupied in list(self.rooms.values()):
             if occupied.req.is_finished:
                 self.leave(occupied)
@@ -80,12 +85,12 @@ class PrefillSide(EngineSide[KVSender]):
         while pages := transfer.pages_ready(req.kv_committed_len, at_most=at_most):
             if not self._send(occupied, pages):
                 return
-        if req.status is RequestStatus.TRANSFERRING:
+        if req.status is RequestStatus.TRANSFERRING and not self.is_copying(occupied):
             self.say(occupied.peer, self._first_token(occupied))
             transfer.has_sent_first_token = True
 
     def _send(self, occupied: Occupied[KVSender], pages: range) -> bool:
-        """Send these pages. Return False if there are no free frames for them now."""
+        """Begin to send these pages. Return False if there are no free frames for them now."""
         req, transfer = occupied.req, occupied.transfer
         began = time.perf_counter()
         pool, size = self.core.scheduler.pools.req_to_token_pool, self.page_size
@@ -93,21 +98,33 @@ class PrefillSide(EngineSide[KVSender]):
         ticket = self.transport.send(occupied.peer, (slots[::size] // size).tolist())
         if ticket is None:
             return False
-        number = transfer.sent(pages)
-        self.tracer.emit(
-            ChunkSent,
-            rid=req.rid,
-            room=occupied.room,
-            number=number,
-            to=occupied.peer,
-            first_page=pages.start,
-            num_pages=len(pages),
-            num_bytes=len(pages) * self.page_bytes,
-            is_last=pages.stop == transfer.end_page,
-            seconds=time.perf_counter() - began,
-        )
-        self.say(occupied.peer, Chunk(occupied.room, number, pages.start, len(pages), ticket))
+        chunk = Chunk(occupied.room, transfer.sent(pages), pages.start, len(pages), ticket)
+        self.in_flight.append(InFlight(occupied, chunk, began))
+        self._say_ready()
         return True
+
+    def _say_ready(self) -> None:
+        """Send the messages about the chunks whose pages are in their frames, also for rooms that have ended: the
+        decode side frees the frames."""
+        while self.in_flight:
+            occupied, chunk, began = self.in_flight[0].occupied, self.in_flight[0].chunk, self.in_flight[0].began
+            ticket = self.transport.ready(occupied.peer, chunk.ticket)
+            if ticket is None:
+                return
+            del self.in_flight[0]
+            self.tracer.emit(
+                ChunkSent,
+                rid=occupied.req.rid,
+                room=chunk.room,
+                number=chunk.number,
+                to=occupied.peer,
+                first_page=chunk.first_page,
+                num_pages=chunk.num_pages,
+                num_bytes=chunk.num_pages * self.page_bytes,
+                is_last=chunk.first_page + chunk.num_pages == occupied.transfer.end_page,
+                seconds=time.perf_counter() - began,
+            )
+            self.say(occupied.peer, msgspec.structs.replace(chunk, ticket=ticket))
 
     def _first_token(self, occupied: Occupied[KVSender]) -> FirstToken:
         sequence = occupied.req.sequence

@@ -10,6 +10,7 @@ from m6_multimodal_pd.disaggregation.events import (
     EngineLost,
     EngineRefused,
     KVPollChanged,
+    PathChosen,
     Reported,
     RequestRouted,
     RoomTaken,
@@ -75,6 +76,7 @@ CHANGED = KVPollChanged(
 SENT = ChunkSent(
     rid="a", room=7, number=0, to="decode-0", first_page=3, num_pages=4, num_bytes=2**20, is_last=False, seconds=0.001
 )
+PATH = PathChosen(peer="decode-0", path="GPU memory", why="it can read this GPU")
 CAME = ChunkReceived(rid="a", room=7, number=0, origin="prefill-0", pages=(9, 4), num_bytes=2**20, seconds=0.0005)
 TAKEN = RoomTaken(rid="a", room=7, num_tokens=100, num_cached=48, num_pages=4, origin="prefill-0")
 ROUTED = RequestRouted(rid="a", room=7, prefill="prefill-0", decode="decode-1", attempt=1, num_output_tokens=0)
@@ -97,6 +99,7 @@ EXAMPLES: dict[Event, list[str]] = {
     CHANGED: ["Room 7 (a), decode side: waiting for input -> transferring: the first pages have come."],
     SENT: ["4 pages of a, from page 3 on, lie ready for decode-0: 1.0 MiB in 1.00 ms (1.0 GB/s); more will come."],
     replace(SENT, num_pages=1, is_last=True): ["1 page of a, from page 3 on", "the last ones."],
+    PATH: ["KV between this engine and decode-0 goes through GPU memory: it can read this GPU."],
     CAME: ["2 pages of a came from prefill-0: 1.0 MiB in 0.50 ms (2.1 GB/s)."],
     TAKEN: [
         "There is room for the 100 tokens of a: 4 pages may come from prefill-0.",

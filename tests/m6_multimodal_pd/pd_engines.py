@@ -281,7 +281,7 @@ def is_idle(engine: Engine) -> bool:
     transport: Any = engine.side.transport
     targets = transport.targets if engine.role == "prefill" else ()
     frames_are_free = all(free_frames(transport, target) == transport.num_frames for target in targets)
-    return not engine.side.rooms and not engine.core.scheduler.requests and frames_are_free
+    return not (engine.side.rooms or engine.side.in_flight or engine.core.scheduler.requests) and frames_are_free
 
 
 def check_goes_on(before: RequestOutput | None, after: RequestOutput) -> None:

@@ -18,6 +18,7 @@ from m3_paged_attention.events import StepLimits
 from m3_paged_attention.models.layers import MLP
 from m6_multimodal_pd import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, TraceConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.events import Reported
 from m6_multimodal_pd.events import GraphsCaptured, GraphsUnavailable
 from m6_multimodal_pd.overlap.events import StepArrived, StepLaunched
 from tests.equivalence.harness import check_answer, check_cuts
@@ -73,9 +74,13 @@ def test_pictures_clips_and_texts_are_answered_as_by_transformers(
 
 @pytest.mark.parametrize("transport", ["in_process", "shared_memory"])
 def test_two_engines_on_one_device_answer_as_one(seeing_directory: Path, their_model: Theirs, transport: Any) -> None:
-    group = DisaggregationConfig(transport=transport)
-    with on_gpu(seeing_directory, "auto", disaggregation_config=group) as engine:
+    group, records = DisaggregationConfig(transport=transport), Records()
+    trace = TraceConfig(readers=(records,))
+    with on_gpu(seeing_directory, "auto", disaggregation_config=group, trace_config=trace) as engine:
         check_answers(engine, their_model, list(QUESTIONS.values()))
+    paths = [event.text for _, event in records.of(Reported) if event.what == "path_chosen"]
+    path = "GPU memory" if transport == "shared_memory" else "host memory"
+    assert paths and all(f"goes through {path}" in text for text in paths), paths
 
 
 @pytest.mark.parametrize("transport", ["in_process", "shared_memory"])

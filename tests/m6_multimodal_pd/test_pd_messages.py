@@ -59,6 +59,7 @@ JOB = messages.Job("réq-1", (1, 2, 3), (4,), PARAMS, 2**63 - 1, -5, "salt", Tru
 ROW = LogprobRow((5, 0), (-0.5, float("-inf")), (1, 2))
 FAULT = messages.Fault("PromptTooLongError", "too long")
 TICKET = messages.Ticket(3, "segment", 8, 5, (2**32 - 1, 0, 7))
+MEMORY = messages.DeviceSegment("GPU-8f6b", 2**40, b"\x00handle", 512, "/torch_71_9_0", 9_999)
 TOLD = messages.ReportedEvent("admit", ("a", "b"), "said", (("room", 1 - 2**62), ("side", "decode")))
 
 EXAMPLES: list[messages.Message] = [
@@ -79,9 +80,10 @@ EXAMPLES: list[messages.Message] = [
     messages.Ended(5, FAULT, True),
     messages.Answer(1, msgspec.Raw(msgspec.msgpack.encode({"a": [1, None]})), FAULT),
     messages.Relay("decode-0", messages.Received(5)),
-    messages.Preallocated(5, 32),
+    messages.Preallocated(5, 32, ("GPU-8f6b",)),
+    messages.Offer(TICKET, MEMORY),
     messages.Chunk(5, 0, 2, 3, TICKET),
-    messages.Taken(3, False),
+    messages.Taken(3, False, "no memory"),
     messages.FirstToken(5, 2, 7, ROW, (ROW, ROW), 16),
     messages.Received(5),
     messages.RoomFailed(5, "why"),
@@ -227,6 +229,7 @@ def test_a_field_with_a_value_of_another_type_is_refused(name: str, value: Any) 
 
 
 OF_A_TICKET = get_type_hints(messages.Ticket, include_extras=True)
+OF_A_GPU = get_type_hints(messages.DeviceSegment, include_extras=True)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +237,11 @@ OF_A_TICKET = get_type_hints(messages.Ticket, include_extras=True)
     [
         (OF_A_TICKET["num_frames"], [0, 2**31], [1, 2**31 - 1]),
         (OF_A_TICKET["segment"], ["x" * 129], ["", "x" * 128]),
+        (OF_A_GPU["num_bytes"], [0, 2**62], [1, 2**62 - 1]),
+        (OF_A_GPU["offset"], [-1, 2**62], [0, 2**62 - 1]),
+        (OF_A_GPU["handle"], [b"", bytes(513)], [b"x", bytes(512)]),
+        (OF_A_GPU["counter"], ["/torch_1_2", "/other_1_2_3", "../torch_1_2_3", "/torch_1_2_3\n"], ["/torch_1_22_3"]),
+        (OF_A_GPU["counter_offset"], [-1, 10_000], [0, 9_999]),
         (messages.Count, [-1, 2**31], [0, 2**31 - 1]),
         (messages.Token, [-1, 2**31], [0, 2**31 - 1]),
         (messages.Count32, [-1, 2**32], [0, 2**32 - 1]),

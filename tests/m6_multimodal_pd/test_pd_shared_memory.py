@@ -71,11 +71,11 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this
 def test_a_segment_has_a_name_until_a_ticket_returns(owner: str, source: StagedSource, target: StagedTarget) -> None:
     ticket = sent(source)
     assert leftovers(owner) == [ticket.segment] and (segment_directory() / ticket.segment).exists()
-    target.receive("p", ticket, [1])
+    target.receive("p", ticket, [1]).write()
     assert leftovers(owner) == [ticket.segment]
     source.release("d", ticket.number)
     assert leftovers(owner) == [] and not (segment_directory() / ticket.segment).exists()
-    target.receive("p", sent(source), [1])  # without a name as with one
+    target.receive("p", sent(source), [1]).write()  # without a name as with one
 
 
 @pytest.mark.parametrize("end", [lambda source: source.forget("d"), lambda source: source.close()])
@@ -97,7 +97,7 @@ def test_memory_is_mapped_once_by_each_side_and_freed(owner: str, source: Staged
     for _ in range(2):
         segment = (ticket := sent(source)).segment
         assert mappings(segment) == ["rw-s"]
-        target.receive("p", ticket, [1])
+        target.receive("p", ticket, [1]).write()
         source.release("d", ticket.number)
         assert mappings(segment) == ["r--s", "rw-s"], "a target cannot write"
         source.forget("d")
@@ -189,7 +189,7 @@ def test_where_there_is_no_shared_memory_files_do(
     monkeypatch.setattr(shared_memory.tempfile, "tempdir", str(tmp_path))
     ticket = sent(source)
     assert [path.name for path in tmp_path.iterdir()] == [ticket.segment] == leftovers(owner)
-    target.receive("p", ticket, [1])
+    target.receive("p", ticket, [1]).write()
     source.release("d", ticket.number)
     assert list(tmp_path.iterdir()) == []
 

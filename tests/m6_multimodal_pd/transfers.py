@@ -1,5 +1,6 @@
 """What the transfer tests share: KV memories full of noise, and two ends that have met."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.runtime.messages import Ticket
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments
 from m6_multimodal_pd.disaggregation.staging import Segments, StagedSource, StagedTarget
+from tests.m6_multimodal_pd.processes import eventually
 
 FP32 = {"block_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
 BF16 = FP32 | {"dtype": torch.bfloat16}
@@ -57,10 +59,12 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def sent(source: StagedSource, target: str = "d", pages: Sequence[int] = (1,)) -> Ticket:
-    """The ticket of these pages, for which there is room."""
+    """The ticket of these pages, for which there is room, when they are in their frames."""
     ticket = source.send(target, pages)
     assert ticket is not None
-    return ticket
+    while (ready := source.ready(target, ticket)) is None:  # on a GPU
+        time.sleep(0.001)
+    return ready
 
 
 class Pair:
@@ -86,5 +90,7 @@ class Pair:
     def move(self, pages: Sequence[int], to: Sequence[int]) -> None:
         """The whole way of a few pages."""
         ticket = sent(self.source, "d", pages)
-        self.target.receive("p", ticket, to)
+        arrival = self.target.receive("p", ticket, to)
+        assert eventually(arrival.copy.is_done)
+        arrival.write()
         self.source.release("d", ticket.number)

@@ -40,6 +40,8 @@ from m6_multimodal_pd.errors import PeerLostError
 
 STDIN = 0
 HEARTBEAT_S = 1.0
+COPY_POLL_S = 0.001
+"""Longest wait for messages while KV is being copied, whose end nothing announces."""
 WELCOME_TIMEOUT_S = 30.0
 PATIENCE_S = 5.0
 """Seconds that a process without a parent may take to end before it ends itself by force."""
@@ -166,7 +168,8 @@ class Process:
         with closing(engine):
             self.socket.send(engine.joined)
             while True:
-                messages = self._receive(0.0 if is_busy else HEARTBEAT_S)
+                idle_s = COPY_POLL_S if engine.side.in_flight else HEARTBEAT_S
+                messages = self._receive(0.0 if is_busy else idle_s)
                 if self.is_stopping:
                     return
                 loads_weights = any(isinstance(each, Call) and each.verb == "update_weights" for each in messages)

@@ -40,3 +40,6 @@ class InProcessSegments:
 
     def unlink(self, name: str) -> None:
         self._linked.pop(name, None)
+
+    def on_device(self, device: torch.device) -> None:
+        """Return None: engines of one process share host memory only, since CUDA opens no handle of its own process."""

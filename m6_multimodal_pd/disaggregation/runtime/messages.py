@@ -219,6 +219,8 @@ class Preallocated(Message, frozen=True):
 
     room: Room
     start: Count
+    devices: tuple[Word, ...] = ()
+    """UUIDs of the GPUs whose memory D can read."""
 
 
 class Ticket(Value, frozen=True):
@@ -227,13 +229,37 @@ class Ticket(Value, frozen=True):
     number: Count
     """Rises from ticket to ticket of an engine, and is never used again."""
     segment: Annotated[str, msgspec.Meta(max_length=128)]
-    """Name of the memory segment that the prefill engine has made for this decode engine."""
+    """Name of the memory segment that the prefill engine has made for this decode engine, in the memory of the host or
+    of a GPU (`Offer`)."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
     """Number of frames of the segment; each holds a page."""
     first_frame: Count
     """The frame of the first page; the other pages are in the next ones."""
     checksums: tuple[Count32, ...] = ()
     """`zlib.crc32` of each page, if the prefill engine makes checksums."""
+
+
+class DeviceSegment(Value, frozen=True):
+    """A segment in the memory of a GPU, as CUDA and torch open it in another process."""
+
+    device: Word
+    """UUID of the GPU."""
+    num_bytes: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
+    handle: Annotated[bytes, msgspec.Meta(min_length=1, max_length=512)]
+    """Of the allocation that the segment is in."""
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+    """First byte of the segment in it."""
+    counter: Annotated[str, msgspec.Meta(pattern=r"^/torch(_[0-9]{1,20}){3}\Z")]
+    """File in which torch counts the processes that have the segment open."""
+    counter_offset: Annotated[int, msgspec.Meta(ge=0, lt=10_000)]
+
+
+class Offer(Message, frozen=True):
+    """P to D: open this segment in GPU memory, through which all pages will go; the ticket has no page. `Taken` is the
+    answer."""
+
+    ticket: Ticket
+    memory: DeviceSegment
 
 
 class Chunk(Message, frozen=True):
@@ -253,6 +279,8 @@ class Taken(Message, frozen=True):
     number: Count
     is_mapped: bool
     """False if the segment of the ticket could not be mapped."""
+    why: Text = ""
+    """Cause of that."""
 
 
 class FirstToken(Message, frozen=True):
@@ -296,6 +324,6 @@ class Order(Value, frozen=True):
     config: str
 
 
-PeerMessage = Preallocated | Chunk | Taken | FirstToken | Received | RoomFailed
+PeerMessage = Preallocated | Offer | Chunk | Taken | FirstToken | Received | RoomFailed
 ToEngine = Prefill | Decode | Cancel | PeerLost | Probe | Refused | LengthFixed | Relay | Call
 ToRouter = LengthFitted | Joined | Failed | Heartbeat | StepEvents | Tokens | Ended | Answer | Relay

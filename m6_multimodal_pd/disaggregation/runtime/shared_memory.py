@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import shown
+from m6_multimodal_pd.disaggregation.runtime.device_memory import DeviceSegments
 from m6_multimodal_pd.errors import TransferError
 
 SEGMENT = re.compile(r"stepwise-([A-Za-z0-9]{1,32})-[0-9a-f]{32}")
@@ -75,6 +76,10 @@ class SharedMemorySegments:
     def unlink(self, name: str) -> None:
         """Remove the name; a process that has mapped the memory keeps it."""
         (segment_directory() / name).unlink(missing_ok=True)
+
+    def on_device(self, device: torch.device) -> DeviceSegments | None:
+        """Return the segments in the memory of a GPU; None for a CPU."""
+        return DeviceSegments(device) if device.type == "cuda" else None
 
 
 def segment_directory() -> Path:
