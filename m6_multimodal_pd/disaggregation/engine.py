@@ -87,14 +87,11 @@ class Engine:
         if self.role == "prefill":
             in_buffer = max(config.disaggregation.transfer_buffer_bytes // store.page_bytes, 1)
             frames = min(in_buffer, store.num_pages)  # more can never be in transit
-            source = StagedSource(
-                store, self.segments, num_frames=frames, checksums=config.cache.debug, tracer=self.tracer
-            )
+            source = StagedSource(store, self.segments, num_frames=frames, checksums=config.cache.debug)
             self.side = PrefillSide(source, core=core, send=self.send)
         else:
             core.executor = PrebuiltExecutor(core.executor, core.scheduler.first_tokens)
-            target = StagedTarget(store, self.segments, tracer=self.tracer)
-            self.side = DecodeSide(target, core=core, send=self.send)
+            self.side = DecodeSide(StagedTarget(store, self.segments), core=core, send=self.send)
 
     @property
     def joined(self) -> Joined:

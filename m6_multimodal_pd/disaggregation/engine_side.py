@@ -78,6 +78,7 @@ class EngineSide(ABC, Generic[T]):
         """`transport`: this engine's end of it. `send`: to the router."""
         self.transport, self.page_bytes = transport, transport.store.page_bytes
         self.core, self.send, self.tracer = core, send, core.tracer
+        self.transport.tracer = core.tracer
         self.page_size = core.scheduler.pools.token_to_kv_pool_allocator.page_size
         self.rooms: dict[int, Occupied[T]] = {}
         self.in_flight: list[InFlight[T]] = []

@@ -93,21 +93,13 @@ class StagedSource:
     Belongs to one thread. All errors are `TransferError`s; a call that raises one has changed no frame.
     """
 
-    def __init__(
-        self,
-        store: PageStore,
-        segments: Segments,
-        *,
-        num_frames: int,
-        checksums: bool = False,
-        tracer: Tracer | None = None,
-    ) -> None:
+    def __init__(self, store: PageStore, segments: Segments, *, num_frames: int, checksums: bool = False) -> None:
         """`checksums`: make one of each page, to find wrong writes."""
         self.store = store
         self.segments, self.device_segments = segments, segments.on_device(store.device)
         self.num_frames: int = valid("num_frames", num_frames, PositiveInt, ConfigError)
         self.checksums = checksums
-        self.tracer = tracer or Tracer()
+        self.tracer = Tracer()  # that of the engine, once it has a side
         self.targets: dict[str, Outgoing] = {}
         """By name of the decode engine."""
         self.why_host: dict[str, str] = {}
@@ -254,10 +246,10 @@ class StagedTarget:
     checked in full before it is used: it may be late, or forged.
     """
 
-    def __init__(self, store: PageStore, segments: Segments, *, tracer: Tracer | None = None) -> None:
+    def __init__(self, store: PageStore, segments: Segments) -> None:
         self.store = store
         self.segments, self.device_segments = segments, segments.on_device(store.device)
-        self.tracer = tracer or Tracer()
+        self.tracer = Tracer()  # that of the engine, once it has a side
         self._sources: dict[str, Incoming] = {}
 
     @property
@@ -274,7 +266,8 @@ class StagedTarget:
         known = self._sources.get(source)
         if known is not None and known.segment == ticket.segment:
             return
-        num_bytes, unlock = ticket.num_frames * self.store.page_bytes, nothing
+        num_bytes = ticket.num_frames * self.store.page_bytes
+        unlock: Callable[[], object] = nothing
         if memory is None:
             mapped = self.segments.open(ticket.segment, num_bytes)
             unlock, problem = page_lock(mapped, self.store.device, is_read_only=True)

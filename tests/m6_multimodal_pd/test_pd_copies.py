@@ -32,10 +32,13 @@ from tests.m6_multimodal_pd.late_copies import (
     late_copies as late_copies,
 )
 from tests.m6_multimodal_pd.pd_engines import Group, aggregated, check_alike, free_frames, setting
-from tests.m6_multimodal_pd.test_pd_failures import ASKED, LIMITS, body_of, fail, failed_in, without
+from tests.m6_multimodal_pd.test_pd_failures import ASKED, LIMITS, body_of, fail, fail_forward, failed_in, without
 from tests.m6_multimodal_pd.transfers import Memory
 
 Answers = dict[str, RequestOutput]
+TROUBLES = ("none", "aborts", "a lost prefill engine", "a lost decode engine", "a failed step", "new books")
+COSTLY = ("a failed step", "new books")
+"""Some requests end with an error."""
 PATHS = ("host memory", "GPU memory")
 
 
@@ -62,16 +65,18 @@ def paths_of(group: Group) -> set[str]:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("trouble", ["none", "aborts", "a lost prefill engine", "a lost decode engine", "new books"])
+@pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_traffic_gets_the_tokens_of_one_engine_while_copies_are_late(
     seeing_directory: Path, wanted: Answers, late_copies: type[LateStore], path: str, trouble: str, seed: int
 ) -> None:
     rng = Random(f"{trouble} {seed} {path}")
     shape = (2, 2) if trouble.startswith("a lost") else rng.choice([(1, 1), (2, 2)])
-    limits = setting(3, 12, tokens=128, debug=seed % 2 == 0)  # every other time with checksums
+    limits = setting(3, 12, tokens=128, debug=seed % 2 == 0, enable_overlap=seed % 3 == 1)  # debug: with checksums
     frames = {"transfer_buffer_bytes": rng.choice([1, 2**12, 2**20])}
     with Group(seeing_directory, *shape, **limits, group=frames, is_traced=True) as group:
+        if trouble == "a failed step":
+            fail_forward(group, rng.choice(["prefill", "decode"]), RuntimeError("it broke"), rng.randrange(1, 6))
         if trouble == "new books":
             schedulers = [engine.core.scheduler for engine in group.of_role(rng.choice(["prefill", "decode"]))]
             fail("get_next_batch_to_run", schedulers, torch.OutOfMemoryError("no memory"), call=rng.randrange(2, 12))
@@ -89,7 +94,7 @@ def test_any_traffic_gets_the_tokens_of_one_engine_while_copies_are_late(
             group.lose(f"{trouble.split()[2]}-{rng.randrange(2)}")
         group.run()
         failed = failed_in(group)
-        assert bool(failed) <= (trouble == "new books") and aborted <= group.last.keys()
+        assert bool(failed) <= (trouble in COSTLY) and aborted <= group.last.keys()
         check_alike(group.last, without(wanted, *aborted, *failed))
         assert {where.partition(":")[0] for where in paths_of(group)} == {path}
         assert any(copy.num_polls < -1 for copy in late_copies.everywhere), "some copy had to wait for another"

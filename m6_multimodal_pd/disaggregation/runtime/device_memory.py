@@ -4,8 +4,9 @@ A prefill engine makes a segment on its GPU; a decode engine opens it with a han
 own GPU, over NVLink or PCIe, if that is the same one or can access the other. GPUs are compared by UUID: their numbers
 differ where processes see different GPUs (`CUDA_VISIBLE_DEVICES`). As in `shared_memory.py` it is the transport's
 memory that is shared and never the KV memory. torch counts the processes that have such memory open, and keeps it until
-the count is 0; for a process that was killed, until the owner ends. New in this milestone. vLLM: `CudaRTLibrary` in
-`distributed/device_communicators/cuda_wrapper.py`, for its own all-reduce; torch: `multiprocessing/reductions.py`.
+the count is 0; for a process that was killed, or could not open it, until the owner ends. New in this milestone. vLLM:
+`CudaRTLibrary` in `distributed/device_communicators/cuda_wrapper.py`, for its own all-reduce; torch:
+`multiprocessing/reductions.py`.
 """
 
 from collections.abc import Callable
