@@ -1,9 +1,9 @@
 """The decode side: takes memory for a prompt, receives its KV, and continues from the first token.
 
 Every chunk is copied at once, beside the steps, and put into its pages when the copy is done; the request runs when all
-of them are there. From then on it is a request
-like any other: after a retraction its prompt is computed here, because no other engine keeps its KV. New tokens go to
-the router after every step. SGLang: `SchedulerDisaggregationDecodeMixin`.
+of them are there. From then on it is a request like any other: after a retraction its prompt is computed here, because
+no other engine keeps its KV. New tokens go to the router after every step. SGLang:
+`SchedulerDisaggregationDecodeMixin`.
 """
 
 import time

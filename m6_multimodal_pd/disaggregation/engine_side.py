@@ -3,8 +3,8 @@
 A side stands between the messages of an engine and its engine core. It is called between two steps, never in one: a
 message changes what a user could change (it adds or aborts a request), or a queue of the scheduler. A message that is
 late, comes twice, or is for a room that has ended changes nothing. In every tick it looks at the copies that it has
-begun, and waits for none. New in this milestone. SGLang: the event loops of
-`disaggregation/prefill.py` and `decode.py`, around its scheduler.
+begun, and waits for none. New in this milestone. SGLang: the event loops of `disaggregation/prefill.py` and
+`decode.py`, around its scheduler.
 """
 
 import time

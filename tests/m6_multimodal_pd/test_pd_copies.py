@@ -15,7 +15,10 @@ import msgspec
 import pytest
 import torch
 
+from m1_single_request.trace_readers import Records
 from m6_multimodal_pd import RequestOutput
+from m6_multimodal_pd.disaggregation import staging
+from m6_multimodal_pd.disaggregation.events import PathChosen
 from m6_multimodal_pd.disaggregation.runtime import child, device_memory
 from m6_multimodal_pd.disaggregation.runtime.device_memory import DeviceSegments, page_lock
 from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
@@ -272,9 +275,12 @@ def test_a_lost_engine_takes_its_copies_along(
         if left == "decode":
             group.until(lambda: come(source) or bool(decode.side.in_flight))
         group.lose(lost)
+        num_heard = len(group.wire.heard)
         group.run()
         (engine,) = group.of_role(left)
         assert not engine.side.in_flight and all(copy.has_come for copy in engine.store.stream)
+        late = [message for _, message in group.wire.heard[num_heard:] if isinstance(body_of(message), Chunk | Taken)]
+        assert not late, "an engine that comes under this name would take it for its own"
 
 
 # --- which memory -----------------------------------------------------------------------------------------------------
@@ -413,6 +419,31 @@ def test_host_memory_is_page_locked_for_a_gpu_and_else_used_as_it_is(
     unlock()
     assert cudart.calls[1:] == ([] if code else [(memory.data_ptr(),)])
     assert page_lock(memory, torch.device("cpu"))[1] == "" and len(cudart.calls) == (1 if code else 2)
+
+
+def test_locked_memory_is_unlocked_when_it_goes_and_the_trace_says_what_is_not_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unlocked, records = list[Any](), Records()
+    refuse = lambda memory, device, **options: (lambda: unlocked.append(options), "4 KiB of it cannot be page-locked")  # noqa: E731
+    monkeypatch.setattr(staging, "page_lock", refuse)
+    monkeypatch.setattr(LateStore, "everywhere", [])
+    ends = Ends(InProcessSegments())
+    for end in (ends.source, ends.target):
+        end.tracer.attach(records)
+    for number in range(2):
+        ticket = ends.source.send("d", [3])
+        assert ticket is not None
+        ends.target.receive("p", ends.ready(ticket), [4])
+        if number == 0:
+            ends.source.forget("d"), ends.target.forget("p")
+    assert unlocked == [{}, {"is_read_only": True}]
+    ends.source.close(), ends.target.close()
+    assert unlocked == 2 * [{}, {"is_read_only": True}]
+    said = [(event.peer, event.path, event.why) for _, event in records.of(PathChosen)]
+    problem = "4 KiB of it cannot be page-locked"
+    both = [("d", "host memory", f"{staging.NO_SHARED_GPU}; {problem}"), ("p", "host memory", problem)]
+    assert said == 2 * both
 
 
 def test_the_loop_of_a_process_sleeps_in_its_socket_but_not_past_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
