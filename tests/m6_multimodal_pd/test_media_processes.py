@@ -261,7 +261,10 @@ def test_a_process_has_one_image_at_a_time(reading: Any, site: GatedSite) -> Non
         ([image(FILES["one"])] * 5, InvalidMediaError),
         ([{"type": "sound"}], InvalidPromptError),
     ],
-    ids=repr,
+    ids=(
+        "key no-source scheme file-url options no-bytes no-path no-image array-shape tensor-shape "
+        "picture-too-narrow too-many kind"
+    ).split(),
 )
 def test_what_needs_no_reading_is_refused_at_once(reading: Any, content: list[Any], error: type[Exception]) -> None:
     engine = reading(max_items=4, max_file_bytes=1999, max_image_pixels=500)
