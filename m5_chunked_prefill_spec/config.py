@@ -109,6 +109,14 @@ class SpeculativeConfig:
         """Maximum number of drafts of a request in a step."""
         return 0 if self.method is None else self.num_speculative_tokens
 
+    def limits(self, device: DeviceLimits) -> DeviceLimits:
+        """Return the default limits of steps with drafts on a device. On CUDA fewer requests run than without: a
+        request with drafts has several rows of logits in a step, and the number of rows stays the same."""
+        if device.total_bytes is None:
+            return device
+        fitting = device.max_num_seqs // (1 + self.num_draft_tokens) // 8 * 8
+        return device._replace(max_num_seqs=max(fitting, CPU_LIMITS.max_num_seqs))
+
 
 READ_BY: dict[str, tuple[SpeculativeMethod, ...]] = {
     "num_speculative_tokens": ("ngram", "draft_model"),

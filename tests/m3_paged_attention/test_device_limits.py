@@ -61,14 +61,18 @@ def test_every_step_has_room_for_all_requests_and_a_larger_gpu_for_no_fewer(
     assert 2048 <= smaller.max_num_batched_tokens <= larger.max_num_batched_tokens <= 16_384
 
 
-def built(package: Any, directory: Path, limits: dict[str, int] | None = None, **cache: Any) -> tuple[Any, Records]:
+def built(
+    package: Any, directory: Path, limits: dict[str, int] | None = None, speculative: Any = None, **cache: Any
+) -> tuple[Any, Records]:
     """An engine with default sizes, and its trace."""
     records = Records()
+    more = {} if speculative is None else {"speculative_config": speculative}
     engine = package.LLMEngine(
         model_config=package.ModelConfig(model=directory, device="cpu", dtype="float32"),
         scheduler_config=package.SchedulerConfig(**(limits or {})),
         cache_config=package.CacheConfig(**cache),
         trace_config=package.TraceConfig(readers=(records,)),
+        **more,
     )
     return engine, records
 
@@ -94,6 +98,20 @@ def test_an_engine_takes_its_limits_from_the_device_and_traces_them(
         prompts = [ids(4, 7 * number) for number in range(40)]
         engine.generate_batch(prompts, greedy(3))
         assert engine.stats().num_steps < 3 * 40 / 16, "more than 16 of them ran at a time"
+
+
+@pytest.mark.parametrize("package", PACKAGES[2:])
+def test_with_drafts_fewer_requests_run_so_that_a_step_has_no_more_rows(
+    package: Any, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    GPUMemory(monkeypatch, total=36 * 2**20, peak=2**20)
+    found = {}
+    for num_drafts in (0, 2, 30):
+        drafts = {"method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else {}
+        engine, records = built(package, tiny_directory, speculative=package.SpeculativeConfig(**drafts))
+        with engine:
+            found[num_drafts] = records.of(StepLimits)[0][1].max_num_seqs
+    assert found[2] == found[0] // 3 // 8 * 8 and found[30] == 16
 
 
 @pytest.mark.parametrize("package", PACKAGES)
