@@ -57,9 +57,9 @@ class WithoutModel:
         """Prepare the inputs of a forward, as the runner does."""
         if hasattr(self.runner, "input_batch"):  # m3
             return self.runner.prepare_inputs(self.runner.input_batch.update(batch))
-        return (
-            self.runner.prepare(batch) if hasattr(self.runner, "prepare") else ForwardBatch.init_new(batch, self.runner)
-        )
+        if hasattr(self.runner, "prepare"):  # from m5 on
+            return self.runner.prepare(*self.runner.drafted(batch))
+        return ForwardBatch.init_new(batch, self.runner)
 
     def __call__(self) -> Row:
         with Clocks(**self.watched) as clocks:

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m3_paged_attention.attention.metadata import AttentionMetadata, columns_on_device, on_device
+from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.input_batch import BatchRow
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Input of a forward, on the model's device."""
+    """Input of a forward. It is built on the host; `to_device` moves all of it to the model's device by one copy."""
 
     input_ids: Tensor  # int64 [total_tokens]
     positions: Tensor  # int64 [total_tokens]
@@ -28,9 +28,7 @@ class ModelInput:
     """int64 `[num_seqs]`: index of each request's last new token, whose logits are sampled. None: all tokens."""
 
 
-def make_model_input(
-    rows: Sequence[BatchRow], block_tables: np.ndarray, block_size: int, device: torch.device
-) -> ModelInput:
+def make_model_input(rows: Sequence[BatchRow], block_tables: np.ndarray, block_size: int) -> ModelInput:
     """Build the input of a step from its rows; those with several new tokens come first.
 
     `block_tables` is int32 `[all requests, max_blocks]`; `row.state.table_row` is the request's row in it.
@@ -42,25 +40,24 @@ def make_model_input(
     tables = block_tables[[row.state.table_row for row in rows], : (longest - 1) // block_size + 1]
     owner, positions, last = _one_each(len(rows)), np.array(starts), None
     if len(token_ids) > len(rows):
-        owner, offsets, last = _layout(query_lens, device)
+        owner, offsets, last = _layout(query_lens)
         positions = positions[owner] + offsets
     blocks, offsets = np.divmod(positions, block_size)
     slots = tables[owner, blocks] * np.int64(block_size) + offsets
-    columns = columns_on_device([np.array(token_ids), positions, slots], device)
     return ModelInput(
-        input_ids=columns[0],
-        positions=columns[1],
-        attn_metadata=AttentionMetadata.build(query_lens, starts, tables, columns[2], device),
+        input_ids=torch.from_numpy(np.array(token_ids)),
+        positions=torch.from_numpy(positions),
+        attn_metadata=AttentionMetadata.build(query_lens, starts, tables, slots),
         logits_indices=last,
     )
 
 
-def _layout(query_lens: Sequence[int], device: torch.device) -> tuple[np.ndarray, np.ndarray, Tensor]:
+def _layout(query_lens: Sequence[int]) -> tuple[np.ndarray, np.ndarray, Tensor]:
     """Return the row of each token, its index among the new tokens of that row, both `[total_tokens]`, and the index
     of the last token of each row, int64 `[num_seqs]`."""
     ends = np.cumsum(query_lens)
     owner = np.repeat(np.arange(len(ends)), query_lens)
-    return owner, np.arange(len(owner)) - (ends - query_lens)[owner], on_device(ends - 1, device)
+    return owner, np.arange(len(owner)) - (ends - query_lens)[owner], torch.from_numpy(ends - 1)
 
 
 @lru_cache

@@ -15,6 +15,7 @@ from torch import Tensor
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import Sampler
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.attention.metadata import to_device
 from m3_paged_attention.config import SchedulerConfig
 from m3_paged_attention.input_batch import BatchRow, InputBatch
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
@@ -88,21 +89,21 @@ class ModelRunner:
             self.kv.copy_blocks(scheduler_output.blocks_to_copy)
         if not rows:
             return ModelRunnerOutput([], [], [])
-        model_input = self.prepare_inputs(rows)
+        batch = SamplingRows([row.state.sampling_row for row in rows], self.model.config.vocab_size, self.device)
+        model_input, metadata = to_device((self.prepare_inputs(rows), batch.metadata()), self.device)
         hidden = self.forward(model_input)
         last = hidden if model_input.logits_indices is None else hidden[model_input.logits_indices]
         logits = self.model.compute_logits(last)  # [num_seqs, vocab]
         start_time = time.perf_counter()
         of_prompts, errors = rate_prompts(self._prompts_to_rate(rows, hidden), self.model.compute_logits)
-        batch = SamplingRows([row.state.sampling_row for row in rows], logits.shape[-1], logits.device)
-        sampled = self.sampler([row.state.req_id for row in rows], batch, logits)
+        sampled = self.sampler([row.state.req_id for row in rows], batch, logits, metadata)
         errors |= sampled.errors
         seconds = time.perf_counter() - start_time
         return replace(sampled, prompt_logprobs=of_prompts, errors=errors, sample_seconds=seconds)
 
     def prepare_inputs(self, rows: Sequence[BatchRow]) -> ModelInput:
-        """Convert the rows of a step to tensors on the model's device."""
-        return make_model_input(rows, self.input_batch.block_tables, self.block_size, self.device)
+        """Convert the rows of a step to tensors, on the host."""
+        return make_model_input(rows, self.input_batch.block_tables, self.block_size)
 
     def forward(self, model_input: ModelInput) -> Tensor:
         """Run the model; return the hidden states `[total_tokens, hidden_size]`."""

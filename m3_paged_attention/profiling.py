@@ -13,7 +13,7 @@ from torch import Tensor
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.sampling_params import SamplingParams
-from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.metadata import AttentionMetadata, to_device
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
@@ -60,7 +60,8 @@ def run_largest_step(
     lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
     positions = np.concatenate([np.arange(length) for length in lengths])
     tables = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (len(lengths), 1))  # all rows use the same blocks
-    metadata = AttentionMetadata.build(lengths, [0] * len(lengths), tables, positions + spec.block_size, device)
+    metadata = AttentionMetadata.build(lengths, [0] * len(lengths), tables, positions + spec.block_size)
+    metadata = to_device(metadata, device)
     on_device = torch.as_tensor(positions, device=device)
     hidden = model.forward(torch.zeros_like(on_device), on_device, kv, metadata)
     sample_every_setting(sampler, model.compute_logits(hidden[:num_rows]))

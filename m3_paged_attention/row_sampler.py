@@ -33,9 +33,9 @@ ROWS_AT_A_TIME = 256  # of prompt logits: [rows, vocabulary] in float32 is the l
 
 
 class SamplingBatch(Protocol):
-    """The sampler's input for the rows of a step. m3 builds it for every step (`SamplingRows`).
+    """The rows of a step, for the trace. m3 builds them for every step (`SamplingRows`).
 
-    m4 keeps it across steps (`SamplingBatchInfo`).
+    m4 keeps them across steps (`SamplingBatchInfo`).
     """
 
     @property
@@ -46,10 +46,6 @@ class SamplingBatch(Protocol):
     @property
     def positions(self) -> Sequence[int] | np.ndarray:
         """Number of output tokens of each row, for the trace."""
-        ...
-
-    def metadata(self) -> SamplingMetadata:
-        """Return all rows as tensors, for this step."""
         ...
 
 
@@ -79,10 +75,10 @@ class SamplingRows:
         return [len(row.output_token_ids) for row in self.rows]
 
     def metadata(self) -> SamplingMetadata:
-        """Return all rows as tensors, cached ones if all rows are plain."""
+        """Return all rows as tensors, on the host; if all rows are plain, cached ones on the device."""
         if all([row.is_plain for row in self.rows]):
             return plain_metadata(len(self.rows), self.device)
-        return SamplingMetadata.from_rows(self.rows, vocab_size=self.vocab_size, device=self.device)
+        return SamplingMetadata.from_rows(self.rows, vocab_size=self.vocab_size, device=torch.device("cpu"))
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -118,12 +114,13 @@ class RowSampler:
         self.token_text = token_text
         self.tracer = tracer
 
-    def __call__(self, req_ids: Sequence[str], batch: SamplingBatch, logits: Tensor) -> ModelRunnerOutput:
+    def __call__(
+        self, req_ids: Sequence[str], batch: SamplingBatch, logits: Tensor, metadata: SamplingMetadata
+    ) -> ModelRunnerOutput:
         """Sample the next token of each row of float32 `logits` `[rows, vocab]`; `req_ids` are the rows' requests."""
         is_broken = None
         if not logits.is_cpu or not math.isfinite(logits.sum()):
             logits, is_broken = without_broken_rows(logits)
-        metadata = batch.metadata()
         return self.rows(req_ids, batch, logits, metadata, self.sampler(logits, metadata), is_broken)
 
     def rows(

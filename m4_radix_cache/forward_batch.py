@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from m3_paged_attention.attention.metadata import AttentionMetadata, columns_on_device, on_device
+from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.model_input import ModelInput
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.model_worker_batch import ForwardMode, ModelWorkerBatch
@@ -22,14 +22,13 @@ from m4_radix_cache.model_worker_batch import ForwardMode, ModelWorkerBatch
 class HoldsTables(Protocol):
     """Attributes of a model runner that `ForwardBatch` reads."""
 
-    device: torch.device
     page_size: int
     req_to_token_pool: ReqToTokenPool
 
 
 @dataclass(frozen=True)
 class ForwardBatch(ModelInput):
-    """Tensors of one forward pass, all on the model's device. Built for each step and never changed."""
+    """Tensors of one forward pass. Built for each step, on the host, moved by `to_device`, and never changed."""
 
     forward_mode: ForwardMode
     batch_size: int
@@ -37,20 +36,19 @@ class ForwardBatch(ModelInput):
     @classmethod
     def init_new(cls, batch: ModelWorkerBatch, model_runner: HoldsTables) -> "ForwardBatch":
         """Build the tensors of a batch, in which requests with more than one new token come first."""
-        device, pool = model_runner.device, model_runner.req_to_token_pool
+        pool = model_runner.req_to_token_pool
         if batch.extend_lens is None or batch.prefix_lens is None:
             positions, last = batch.seq_lens - 1, None
             prefix_lens, extend_lens = positions.tolist(), [1] * len(batch.rids)
         else:
             prefix_lens, extend_lens = batch.prefix_lens, batch.extend_lens
             positions, ends = extend_positions(prefix_lens, extend_lens)
-            last = on_device(ends - 1, device)
+            last = torch.from_numpy(ends - 1)
         tables = pool.page_tables(batch.req_pool_indices, max(batch.seq_lens.tolist()), model_runner.page_size)
-        columns = columns_on_device([batch.input_ids, positions, batch.out_cache_loc], device)
         return cls(
-            input_ids=columns[0],
-            positions=columns[1],
-            attn_metadata=AttentionMetadata.build(extend_lens, prefix_lens, tables, columns[2], device),
+            input_ids=torch.from_numpy(batch.input_ids),
+            positions=torch.from_numpy(positions),
+            attn_metadata=AttentionMetadata.build(extend_lens, prefix_lens, tables, batch.out_cache_loc),
             logits_indices=last,
             forward_mode=batch.forward_mode,
             batch_size=len(batch.rids),

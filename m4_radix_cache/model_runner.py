@@ -15,6 +15,7 @@ from torch import Tensor
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import Sampler
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.attention.metadata import to_device
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.outputs import ModelRunnerOutput
@@ -74,14 +75,15 @@ class ModelRunner:
         An exception fails the requests of this step, and no other; `torch.AcceleratorError` means that the device is
         lost.
         """
-        forward_batch = ForwardBatch.init_new(batch, self)
+        step = ForwardBatch.init_new(batch, self), batch.sampling_info.metadata()
+        forward_batch, metadata = to_device(step, self.device)
         hidden = self.forward(forward_batch)
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         logits = self.model.compute_logits(last)  # [batch_size, vocab]
         began = time.perf_counter()
         prompts = self._prompts_to_rate(batch, hidden) if batch.prompts_to_rate else ()
         of_prompts, errors = rate_prompts(prompts, self.model.compute_logits)
-        sampled = self.sampler(batch.rids, batch.sampling_info, logits)
+        sampled = self.sampler(batch.rids, batch.sampling_info, logits, metadata)
         errors |= sampled.errors
         seconds = time.perf_counter() - began
         return replace(sampled, prompt_logprobs=of_prompts, errors=errors, sample_seconds=seconds)

@@ -27,7 +27,7 @@ from m1_single_request.sampling_metadata import (
     seen_by,
 )
 from m1_single_request.sampling_params import SamplingParams
-from m3_paged_attention.attention.metadata import on_device
+from m3_paged_attention.attention.metadata import to_device
 from m3_paged_attention.row_sampler import is_plain, plain_metadata
 
 NUMBERS = np.dtype(
@@ -57,16 +57,15 @@ def metadata_of(
     *,
     num_logprobs: tuple[int | None, ...] | None,
     vocab_size: int,
-    device: torch.device,
     uniforms: Tensor | None,
     bias: Tensor | None,
     seen: Tensor | None,
     output_counts: Tensor | None,
 ) -> SamplingMetadata:
-    """Build the tensors from `NUMBERS` `[rows]`; the caller passes the tensors that depend on earlier tokens."""
+    """Build the tensors from `NUMBERS` `[rows]`, on the host; the caller passes those that depend on earlier tokens."""
 
     def column(name: str) -> Tensor:
-        return on_device(numbers[name].copy(), device)
+        return torch.from_numpy(numbers[name].copy())
 
     def penalties() -> tuple[Tensor, Tensor, Tensor]:
         return column("repetition_penalty"), column("frequency_penalty"), column("presence_penalty")
@@ -108,7 +107,7 @@ class SamplingBatchInfo:
     is_plain: bool = field(init=False)
     """Whether all rows are plain; then only the positions are updated."""
     newest: SamplingMetadata | None = field(init=False, default=None)
-    """The last `metadata`; None: the rows have changed since."""
+    """The last `metadata`, but for its random numbers; None: the rows have changed since."""
 
     def __post_init__(self) -> None:
         self.is_plain = bool(self.plain.all())
@@ -148,46 +147,51 @@ class SamplingBatchInfo:
         return len(self.params)
 
     def metadata(self) -> SamplingMetadata:
-        """Return this step's parameters for the sampler. Valid until `advance`, which changes the same tensors."""
+        """Return this step's parameters for the sampler. Valid until `advance`, which changes the same tensors.
+
+        The random numbers are on the host: they move with the step. The rest is on the device; it is copied there, by
+        a copy of its own, in a step whose rows are not those of the step before.
+        """
         if self.is_plain:
             return plain_metadata(len(self.params), self.device)
         draws = None
         if not self.numbers["greedy"].all():
-            draws = on_device(uniforms(self.seeds, self.positions.tolist()), self.device)
-        if self.newest is not None:
-            self.newest = replace(self.newest, uniforms=draws, bias=self.bias)  # the rest is as it was
-            return self.newest
-        self.newest = metadata_of(
-            self.numbers,
-            num_logprobs=num_logprobs_of(self.params),
-            vocab_size=self.vocab_size,
-            device=self.device,
-            uniforms=draws,
-            bias=self.bias,
-            seen=self.seen,
-            output_counts=self.output_counts,
-        )
-        return self.newest
+            draws = torch.from_numpy(uniforms(self.seeds, self.positions.tolist()))
+        if self.newest is None:
+            columns = metadata_of(
+                self.numbers,
+                num_logprobs=num_logprobs_of(self.params),
+                vocab_size=self.vocab_size,
+                uniforms=None,
+                bias=self.bias,
+                seen=self.seen,
+                output_counts=self.output_counts,
+            )
+            self.newest = to_device(columns, self.device)
+        return replace(self.newest, uniforms=draws, bias=self.bias)
 
     def advance(self, token_ids: SequenceOf[int] | np.ndarray | Tensor, counts: np.ndarray | int) -> None:
         """Add the newest tokens to the rows, in place.
 
-        `token_ids`: those of the first row, then those of the next one; a tensor is on the device already. `counts`:
-        number of tokens per row; int64 `[rows]`, or one number for all rows.
+        `token_ids`: those of the first row, then those of the next one; a tensor is on the device already. They are
+        counted for penalties, so without `seen` there may be none. `counts`: number of tokens per row; int64 `[rows]`,
+        or one number for all rows.
         """
         before = self.positions
         self.positions = before + counts
         if self.is_plain:
             return
-        assert len(token_ids) == (self.positions - before).sum()
         if self.bias is not None:
             self._allow_stops(self.bias, before)
         if self.seen is not None and self.output_counts is not None:
+            assert len(token_ids) == (self.positions - before).sum()
             owners = np.repeat(np.arange(len(self.params)), counts)
             counted = np.flatnonzero(self.numbers["penalised"][owners])
             if not isinstance(token_ids, Tensor):
-                token_ids = on_device(np.array(token_ids, dtype=np.int64), self.device)
-            where = on_device(owners[counted], self.device), token_ids[on_device(counted, self.device)]
+                token_ids = torch.from_numpy(np.array(token_ids, dtype=np.int64))
+            places = torch.from_numpy(owners[counted]), torch.from_numpy(counted)
+            rows, counted_ids, token_ids = to_device((*places, token_ids), self.device)
+            where = rows, token_ids[counted_ids]
             self.seen[where] = True
             self.output_counts.index_put_(where, self.output_counts.new_ones(()), accumulate=True)
 
@@ -200,7 +204,7 @@ class SamplingBatchInfo:
         self.positions, self.numbers = self.positions[keep], self.numbers[keep]
         self.plain, self.blocked_until = self.plain[keep], self.blocked_until[keep]
         if not self.is_plain:
-            index = on_device(keep, self.device)
+            index = to_device(torch.from_numpy(keep), self.device)
             self.bias = _rows_of(self.bias, index)
             self.seen = _rows_of(self.seen, index)
             self.output_counts = _rows_of(self.output_counts, index)

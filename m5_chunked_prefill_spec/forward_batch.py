@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m3_paged_attention.attention.metadata import AttentionMetadata, columns_on_device, on_device
+from m1_single_request.sampling_metadata import SamplingMetadata
+from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.model_input import ModelInput
 from m4_radix_cache.forward_batch import HoldsTables
 
@@ -87,29 +88,33 @@ NO_ROW = -1
 
 @dataclass(frozen=True)
 class ForwardBatch(ModelInput):
-    """Tensors of one forward, all on the model's device. Made for each step and never changed."""
+    """Tensors of one forward, and of its sampling. Made for each step, on the host, and never changed."""
 
     starts: np.ndarray
     """int64 `[batch_size]`: start of each request's tokens in this layout."""
+    sampling: SamplingMetadata | None
+    """The rows whose tokens are sampled; None in a forward without sampling."""
 
     @classmethod
-    def init_new(cls, batch: NewTokens, model_runner: HoldsTables) -> "ForwardBatch":
-        """Return the layout of a batch, copied to the device of `model_runner`."""
-        device, page_size = model_runner.device, model_runner.page_size
+    def init_new(
+        cls, batch: NewTokens, model_runner: HoldsTables, sampling: SamplingMetadata | None = None
+    ) -> "ForwardBatch":
+        """Return the layout of a batch; `to_device` moves it."""
+        page_size = model_runner.page_size
         rows, lens, prefix_lens, starts, columns = _in_layout_order(batch)
-        input_ids, positions, slots = columns_on_device(columns, device)
+        input_ids, positions, slots = columns
         longest = max(batch.seq_lens.tolist())
         if rows[0] == NO_ROW:
             tables = np.zeros((len(rows), -(-longest // page_size)), dtype=np.int32)
         else:
             tables = model_runner.req_to_token_pool.page_tables(rows, longest, page_size)
-        metadata = AttentionMetadata.build(lens.tolist(), prefix_lens.tolist(), tables, slots, device)
         return cls(
-            input_ids=input_ids,
-            positions=positions,
-            attn_metadata=metadata,
-            logits_indices=_logits_indices(batch, starts, device),
+            input_ids=torch.from_numpy(input_ids),
+            positions=torch.from_numpy(positions),
+            attn_metadata=AttentionMetadata.build(lens.tolist(), prefix_lens.tolist(), tables, slots),
+            logits_indices=_logits_indices(batch, starts),
             starts=starts,
+            sampling=sampling,
         )
 
 
@@ -153,7 +158,7 @@ OneEach = tuple[Tensor, AttentionMetadata]
 
 def one_after_another(
     batch: NewTokens, rows: np.ndarray, places: np.ndarray, counts: np.ndarray, model_runner: HoldsTables
-) -> list[OneEach]:
+) -> tuple[OneEach, ...]:
     """Return the layouts of `max(counts)` forwards over one token of each row.
 
     The first forward computes the tokens at `places`, one of each of `rows`; each further one computes the tokens
@@ -161,26 +166,24 @@ def one_after_another(
     left out. All layouts are made at once: for a small model, a layout takes almost as long as a forward.
     """
     if not len(rows):
-        return []
-    num_steps, device, page_size = int(counts[0]), model_runner.device, model_runner.page_size
+        return ()
+    num_steps, page_size = int(counts[0]), model_runner.page_size
     ends = np.cumsum(batch.new_lens)[rows]
     steps = np.arange(num_steps)[:, None]
     positions = (batch.seq_lens[rows] - (ends - places)) + steps  # [steps, rows]
     slots = batch.out_cache_loc[np.minimum(places + steps, ends - 1)]  # those behind the end of a row are not read
-    per_token = on_device(np.stack([positions, slots]), device)
     longest = int(batch.seq_lens[rows].max())
-    page_tables = model_runner.req_to_token_pool.page_tables(batch.req_pool_indices[rows], longest, page_size)
-    tables = on_device(page_tables, device)
+    tables = model_runner.req_to_token_pool.page_tables(batch.req_pool_indices[rows], longest, page_size)
     layouts = []
     for step in range(num_steps):
         width = int((counts > step).sum())
         before = positions[step, :width].tolist()
-        metadata = AttentionMetadata.build([1] * width, before, tables[:width], per_token[1, step, :width], device)
-        layouts.append((per_token[0, step, :width], metadata))
-    return layouts
+        metadata = AttentionMetadata.build([1] * width, before, tables[:width], slots[step, :width])
+        layouts.append((torch.from_numpy(positions[step, :width]), metadata))
+    return tuple(layouts)
 
 
-def _logits_indices(batch: NewTokens, starts: np.ndarray, device: torch.device) -> Tensor | None:
+def _logits_indices(batch: NewTokens, starts: np.ndarray) -> Tensor | None:
     """Return the indices in the layout of the tokens whose logits are needed, in the order of the batch.
 
     None: all of them, in the order of the layout.
@@ -190,7 +193,7 @@ def _logits_indices(batch: NewTokens, starts: np.ndarray, device: torch.device) 
     num_rows = np.array(batch.sample_lens)
     places = ranges(starts + batch.new_lens - num_rows, num_rows)
     is_all = len(places) == len(batch.input_ids) and bool((places == _numbers(len(places))).all())
-    return None if is_all else on_device(places, device)
+    return None if is_all else torch.from_numpy(places)
 
 
 @lru_cache

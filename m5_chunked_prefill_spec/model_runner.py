@@ -17,6 +17,8 @@ from torch import Tensor
 
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import best_tokens
+from m1_single_request.sampling_metadata import SamplingMetadata
+from m3_paged_attention.attention.metadata import to_device
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
@@ -30,6 +32,7 @@ from m5_chunked_prefill_spec.outputs import ModelRunnerOutput
 from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
+from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
 
 MAX_VERIFIED = 16
 """Number of tokens whose logits a measured step computes: few steps need more."""
@@ -122,7 +125,7 @@ class ModelRunner:
         tokens = nothing_in_page_0(num_rows, -(-num_tokens // num_rows), context, self.page_size)
 
         def run() -> None:
-            forward_batch = ForwardBatch.init_new(tokens, self)
+            forward_batch = to_device(ForwardBatch.init_new(tokens, self), self.device)
             best_tokens(self.model.compute_logits(self.forward(forward_batch)[-MAX_VERIFIED:])).tolist()
 
         return milliseconds(run)
@@ -134,7 +137,7 @@ class ModelRunner:
         lost.
         """
         batch, drafts = self.drafted(batch)
-        forward_batch = self.prepare(batch)
+        forward_batch = to_device(self.prepare(batch, drafts), self.device)
         return self.sample(batch, forward_batch, self.forward(forward_batch), drafts)
 
     def sample(
@@ -148,7 +151,9 @@ class ModelRunner:
         if not any(batch.sample_lens):  # the step is one piece of a prompt
             return ModelRunnerOutput([], [], [], prompt_logprobs=prompt_rows, errors=errors)
         logits = self.model.compute_logits(last)  # [sum(sample_lens), vocab]
-        sampled = self.rejection_sampler(batch.rids, batch.sampling_info, logits, batch.sample_lens, drafts)
+        info, rows = batch.sampling_info, forward_batch.sampling
+        assert rows is not None
+        sampled = self.rejection_sampler(batch.rids, info, logits, rows, batch.sample_lens, drafts)
         sample_seconds = time.perf_counter() - began
         if self.draft_runner is not None:
             accepted = dict(zip(sampled.req_ids, sampled.sampled_token_ids, strict=True))
@@ -163,9 +168,9 @@ class ModelRunner:
             draft_token_ids=dict(zip(batch.rids, drafts.token_ids, strict=True)) if drafts else {},
         )
 
-    def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
-        """Return the tensors of a step."""
-        return ForwardBatch.init_new(batch, self)
+    def prepare(self, batch: ModelWorkerBatch, drafts: Drafts | None) -> ForwardBatch:
+        """Return the tensors of a step: those that are new in it on the host, so that one copy moves them."""
+        return ForwardBatch.init_new(batch, self, sampling_of(batch, drafts))
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states `[total_tokens, hidden_size]`. The only call of the model."""
@@ -198,3 +203,16 @@ class ModelRunner:
             if rid in batch.prompts_to_rate:
                 start, num_tokens = int(starts[place]), int(batch.new_lens[place])
                 yield RatedPrompt(rid, *batch.prompts_to_rate[rid], hidden[start : start + num_tokens])
+
+
+def sampling_of(batch: ModelWorkerBatch, drafts: Drafts | None) -> SamplingMetadata | None:
+    """Return the rows of a step whose tokens are sampled: one for each request, or one more than it has drafts.
+
+    None: the step is one piece of a prompt.
+    """
+    if drafts is None and all([count == 1 for count in batch.sample_lens]):
+        return batch.sampling_info.metadata()
+    if not any(batch.sample_lens):
+        return None
+    token_ids = [[] for _ in batch.rids] if drafts is None else drafts.token_ids
+    return metadata_of_rows(batch.sampling_info, batch.sample_lens, token_ids)

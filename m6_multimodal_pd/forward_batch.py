@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m3_paged_attention.attention.metadata import on_device
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch as TextForwardBatch, ranges
 from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.models.qwen3_vl import VisualTokens
@@ -35,12 +34,11 @@ class ForwardBatch(TextForwardBatch):
         slices: Sequence[ItemSlice],
         embeddings: Sequence[Tensor],
     ) -> "ForwardBatch":
-        """Add images to a layout. `embeddings`: `[count, width]` of each of `slices`."""
-        device = text.positions.device
+        """Add images to a layout on the host. `embeddings`: `[count, width]` of each of `slices`, on the device."""
         visual = None
         if slices:
             places = np.concatenate([np.arange(s.count) + text.starts[s.row] + s.place for s in slices])
-            visual = VisualTokens(on_device(places, device), torch.cat(list(embeddings)))
+            visual = VisualTokens(torch.from_numpy(places), torch.cat(list(embeddings)))
         positions = mrope_positions(text, batch, num_axes=3 if slices else 1)
         return cls(**vars(text) | {"positions": positions}, visual=visual)
 
@@ -60,11 +58,11 @@ def mrope_positions(text: TextForwardBatch, batch: ModelWorkerBatch, *, num_axes
     deltas = [0 if inputs is None else inputs.mrope_position_delta for inputs in batch.multimodal_inputs]
     of_tokens = np.empty(len(batch.input_ids), dtype=np.int64)
     of_tokens[ranges(text.starts, batch.new_lens)] = np.repeat(deltas, batch.new_lens)
-    positions = text.positions + on_device(of_tokens, text.positions.device)
+    positions = text.positions + torch.from_numpy(of_tokens)
     if num_axes == 3:
         positions = positions.repeat(3, 1)
     for piece in batch.prompts_with_images():
         start = int(text.starts[piece.row])
-        own = on_device(piece.inputs.positions(piece.start, piece.end), positions.device)
+        own = torch.from_numpy(piece.inputs.positions(piece.start, piece.end))
         positions[..., start : start + own.shape[1]] = own if num_axes == 3 else own[0]
     return positions

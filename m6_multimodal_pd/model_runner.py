@@ -22,6 +22,7 @@ from m5_chunked_prefill_spec.model_runner import ModelRunner as TextModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch as TextModelWorkerBatch
 from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
+from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m6_multimodal_pd.forward_batch import ForwardBatch, slices_of
 from m6_multimodal_pd.graph_runner import GraphCapture, GraphLimits
 from m6_multimodal_pd.model_loader import LoadedModel
@@ -74,9 +75,9 @@ class ModelRunner(TextModelRunner):
         if self.draft_runner is not None:
             capture.capture("draft", self.draft_runner.model, self.draft_runner.kv, self._limits(drafts=0))
 
-    def prepare(self, batch: TextModelWorkerBatch) -> TextForwardBatch:
-        """Return a step as tensors; images in it that are not encoded yet are encoded now."""
-        text = TextForwardBatch.init_new(batch, self)
+    def prepare(self, batch: TextModelWorkerBatch, drafts: Drafts | None) -> TextForwardBatch:
+        """Return a step as tensors, as in m5; images in it that are not encoded yet are encoded now."""
+        text = super().prepare(batch, drafts)
         if not isinstance(batch, ModelWorkerBatch):
             return text
         slices = slices_of(batch)

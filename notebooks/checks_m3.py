@@ -165,7 +165,7 @@ def _slots(table: Sequence[int], size: int, start: int, num: int) -> list[int]:
     data = NewRequestData("", [0] * (start + num), SamplingParams(), 0, frozenset(), block_ids=list(table))
     row = BatchRow(CachedRequestState(data, table_row=0), start, num, False)
     tables = np.array([table], dtype=np.int32)
-    return make_model_input([row], tables, size, torch.device("cpu")).attn_metadata.slot_mapping.tolist()
+    return make_model_input([row], tables, size).attn_metadata.slot_mapping.tolist()
 
 
 Piece = tuple[Tensor, Tensor]

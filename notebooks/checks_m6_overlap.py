@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -288,9 +289,7 @@ def decode_steps(sizes: Sequence[int], rng: Random | None = None) -> Iterator[De
         context = [lengths[row] for row in rows]
         tables = [[1 + row * pages + page for page in range(max(context) // PAGE_SIZE + 1)] for row in rows]
         slots = [PAGE_SIZE + row * LIMITS.max_model_len + length for row, length in zip(rows, context, strict=True)]
-        metadata = AttentionMetadata.build(
-            [1] * size, context, torch.tensor(tables, dtype=torch.int32), torch.tensor(slots), torch.device("cpu")
-        )
+        metadata = AttentionMetadata.build([1] * size, context, np.array(tables, dtype=np.int32), np.array(slots))
         for row in rows:
             lengths[row] += 1
         ids = torch.tensor([tokens.randrange(1, 100) for _ in rows])

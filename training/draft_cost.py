@@ -50,7 +50,7 @@ def decode_inputs(runner: ModelRunner, batch_size: int) -> tuple[Tensor, Tensor,
     pages = CONTEXT // size + 1
     tables = np.arange(batch_size * pages, dtype=np.int32).reshape(batch_size, pages)
     slots = tables[:, -1].astype(np.int64) * size + CONTEXT % size
-    metadata = AttentionMetadata.build([1] * batch_size, [CONTEXT] * batch_size, tables, slots, runner.device)
+    metadata = AttentionMetadata.build([1] * batch_size, [CONTEXT] * batch_size, tables, slots)
     return torch.arange(batch_size), torch.full((batch_size,), CONTEXT), metadata
 
 

@@ -12,9 +12,11 @@ differently. (A row with one token among the first is also correct, only slower.
 (`v1/attention/backends/utils.py`); SGLang has the same numbers in `ForwardBatch`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +24,14 @@ from torch import Tensor
 
 from m1_single_request.sampling_metadata import sent
 
+T = TypeVar("T")
+ALIGNMENT = 16
+"""Bytes. Triton compiles a kernel again for a pointer that is not a multiple of 16."""
+
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Layout of one step's batch. Tensors are on the model's device; the tuples are the same numbers on the host.
+    """Layout of one step's batch: tensors, on the device of its batch (`to_device`), and the lengths on the host.
 
     Every step makes a new object, which is never modified: a backend may plan once per object and reuse the plan in
     every layer.
@@ -49,24 +55,22 @@ class AttentionMetadata:
         cls,
         query_lens: Sequence[int],
         context_lens: Sequence[int],
-        block_tables: np.ndarray | Tensor,
-        slot_mapping: np.ndarray | Tensor,
-        device: torch.device,
+        block_tables: np.ndarray,
+        slot_mapping: np.ndarray,
     ) -> "AttentionMetadata":
-        """Build the metadata from each row's number of new tokens and number of tokens that already have KV.
+        """Build the metadata, on the host, from each row's number of new tokens and of tokens that already have KV.
 
-        Rows with several new tokens come first. `block_tables` (int32) and `slot_mapping` (int64) may already be on the
-        device; then they are not copied.
+        Rows with several new tokens come first. `block_tables` is int32, `slot_mapping` int64; neither is copied.
         """
         query_lens = tuple(query_lens)
         seq_lens = tuple([before + new for before, new in zip(context_lens, query_lens, strict=True)])
         num_decodes = query_lens.count(1)
         num_prefills = len(query_lens) - num_decodes
         return cls(
-            query_start_loc=_starts(query_lens, device),
-            seq_lens=on_device(np.array(seq_lens, dtype=np.int32), device),
-            block_tables=on_device(block_tables, device),
-            slot_mapping=on_device(slot_mapping, device),
+            query_start_loc=_starts(query_lens),
+            seq_lens=torch.from_numpy(np.array(seq_lens, dtype=np.int32)),
+            block_tables=torch.from_numpy(block_tables),
+            slot_mapping=torch.from_numpy(slot_mapping),
             num_prefills=num_prefills,
             num_prefill_tokens=sum(query_lens) - num_decodes,
             num_decodes=num_decodes,
@@ -76,20 +80,64 @@ class AttentionMetadata:
         )
 
 
-def on_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Return an array as a tensor on the device. On a CPU it is no copy, and takes a third of `torch.as_tensor`."""
-    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-    return tensor if device.type == "cpu" else sent(tensor, device)
-
-
-def columns_on_device(columns: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
-    """Return int64 arrays of one length as tensors. To another device they are one transfer, which has a fixed cost."""
-    if device.type == "cpu":
-        return [torch.from_numpy(column) for column in columns]
-    return on_device(np.stack(columns), device).unbind()
-
-
 @lru_cache
-def _starts(query_lens: tuple[int, ...], device: torch.device) -> Tensor:
+def _starts(query_lens: tuple[int, ...]) -> Tensor:
     """Return `query_start_loc`, cached because most steps are decodes only; the tensor is never modified."""
-    return on_device(np.cumsum([0, *query_lens], dtype=np.int32), device)
+    return torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32))
+
+
+def to_device(batch: T, device: torch.device) -> T:
+    """Return a batch whose tensors are all on the device, by one copy; on a CPU it is the same batch.
+
+    `batch` is a tensor, a tuple or a dataclass, of others or of any values. A copy has a fixed cost, and a step has a
+    dozen small arrays; so all that a step needs is built on the host first, then moved together.
+    """
+    if device.type == "cpu":
+        return batch
+    return _replaced(batch, iter(_sent_together(list(_on_host(batch)), device)))
+
+
+def _sent_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors of the host on the device, as views of one buffer there.
+
+    The host does not wait for the copy. Pinned memory is allocated again only when the copies from it have ended
+    (torch's `CachingHostAllocator`), and the memory on the device in the order of its stream. So steps that are queued
+    one behind the other need no ring of buffers: each has its own.
+    """
+    *starts, size = accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors), initial=0)
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def views(buffer: Tensor) -> list[Tensor]:
+        pairs = zip(starts, tensors, strict=True)
+        return [buffer[at : at + each.nbytes].view(each.dtype).view(each.shape) for at, each in pairs]
+
+    for target, tensor in zip(views(packed), tensors, strict=True):
+        target.copy_(tensor)
+    return views(sent(packed, device))
+
+
+def _on_host(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch that are on the host, in a fixed order."""
+    if isinstance(value, Tensor):
+        if value.is_cpu:
+            yield value
+    elif is_dataclass(value) or _has_parts(value):
+        for part in vars(value).values() if is_dataclass(value) else value:
+            yield from _on_host(part)
+
+
+def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a batch with `tensors` in place of those that `_on_host` yields."""
+    if isinstance(value, Tensor):
+        return next(tensors) if value.is_cpu else value
+    if _has_parts(value):
+        return tuple([_replaced(part, tensors) for part in value])
+    if not is_dataclass(value):
+        return value
+    assert not isinstance(value, type)
+    return replace(value, **{name: _replaced(part, tensors) for name, part in vars(value).items()})
+
+
+def _has_parts(value: Any) -> bool:
+    """Return whether a value is a tuple that may have tensors: not one of numbers, which may be long."""
+    return isinstance(value, tuple) and not isinstance(value[0] if value else None, int | None)

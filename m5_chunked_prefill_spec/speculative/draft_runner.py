@@ -26,7 +26,7 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import best_tokens, draw
 from m1_single_request.sampling_metadata import SamplingMetadata
-from m3_paged_attention.attention.metadata import on_device
+from m3_paged_attention.attention.metadata import to_device
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
@@ -82,16 +82,20 @@ class DraftRunner:
         starts = np.cumsum(batch.new_lens) - batch.new_lens
         rows = np.argsort(-wanted, kind="stable")  # most drafts first: later forwards run a prefix of the rows
         drafting = rows[: np.count_nonzero(wanted)]
+        draws = draws_of(batch.sampling_info, drafting, wanted[drafting])
         if (known == 1).all():  # one token each: the first forward has the layout of those that follow
-            first, *layouts = one_after_another(batch, rows, starts[rows], np.maximum(wanted[rows], 1), self)
-            hidden = self._run(batch.input_ids[starts[rows]], first)[: len(drafting)]
+            layouts = one_after_another(batch, rows, starts[rows], np.maximum(wanted[rows], 1), self)
+            token_ids = torch.from_numpy(batch.input_ids[starts[rows]])
+            token_ids, layouts, draws = to_device((token_ids, layouts, draws), self.device)
+            hidden, layouts = self._run(token_ids, layouts[0])[: len(drafting)], layouts[1:]
         else:
-            hidden = self._read(batch, starts, known)[on_device(drafting, self.device)]
-            firsts = (starts + known)[drafting]
-            layouts = one_after_another(batch, drafting, firsts, wanted[drafting] - 1, self)
+            layouts = one_after_another(batch, drafting, (starts + known)[drafting], wanted[drafting] - 1, self)
+            step = self._known(batch, starts, known), torch.from_numpy(drafting), layouts, draws
+            forward_batch, index, layouts, draws = to_device(step, self.device)
+            hidden = self._read(forward_batch)[index]
         if not len(drafting):
             return None
-        return self._make_drafts(batch.sampling_info, drafting, wanted[drafting], layouts, hidden)
+        return self._make_drafts(len(batch.rids), drafting, wanted[drafting], layouts, draws, hidden)
 
     def follow(self, batch: ModelWorkerBatch, drafts: Drafts | None, num_accepted: Sequence[int]) -> None:
         """Compute the KV of the last draft of each request whose drafts were all accepted. `num_accepted`: by row."""
@@ -101,45 +105,49 @@ class DraftRunner:
         rows = np.flatnonzero((counts > 0) & (np.array(num_accepted) == counts))
         if len(rows):
             places = np.cumsum(batch.new_lens)[rows] - 1
-            (layout,) = one_after_another(batch, rows, places, np.ones_like(rows), self)
-            self._run(batch.input_ids[places], layout)
+            layouts = one_after_another(batch, rows, places, np.ones_like(rows), self)
+            token_ids, (layout,) = to_device((torch.from_numpy(batch.input_ids[places]), layouts), self.device)
+            self._run(token_ids, layout)
 
     def _make_drafts(
-        self, info: SamplingBatchInfo, rows: np.ndarray, counts: np.ndarray, layouts: Sequence[OneEach], hidden: Tensor
+        self,
+        batch_size: int,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        layouts: Sequence[OneEach],
+        draws: Sequence[SamplingMetadata],
+        hidden: Tensor,
     ) -> Drafts:
         """Make `counts[i]` drafts for row `rows[i]`, in falling order of `counts`; `hidden[i]` gives the first one.
 
         The drafts are copied to the host once, after the last forward.
         """
-        is_drawn = not info.numbers[rows]["greedy"].all()
         chosen: list[Tensor] = []
-        probs: list[list[Tensor]] = [[] for _ in info.seeds]
+        probs: list[list[Tensor]] = [[] for _ in range(batch_size)]
         for offset in range(int(counts[0])):
-            active = rows[counts > offset]
             logits = self.model.compute_logits(hidden)
-            newest, drawn_from = self._choose(logits, info, active, offset, is_drawn=is_drawn)
+            newest, drawn_from = choose(logits, draws[offset] if draws else None)
             chosen.append(newest)
             if drawn_from is not None:
-                for row, row_probs in zip(active.tolist(), drawn_from, strict=True):
+                for row, row_probs in zip(rows[counts > offset].tolist(), drawn_from, strict=True):
                     probs[row].append(row_probs)
             if offset < len(layouts):
                 hidden = self._run(newest, layouts[offset])
         made = iter(torch.cat(chosen).tolist())
-        token_ids: list[list[int]] = [[] for _ in info.seeds]
+        token_ids: list[list[int]] = [[] for _ in range(batch_size)]
         for offset in range(int(counts[0])):
             for row in rows[counts > offset].tolist():
                 token_ids[row].append(next(made))
         flat = [draft_probs for own in probs for draft_probs in own]
         return Drafts(token_ids, torch.stack(flat) if flat else None)
 
-    def _run(self, token_ids: Tensor | np.ndarray, layout: OneEach) -> Tensor:
+    def _run(self, token_ids: Tensor, layout: OneEach) -> Tensor:
         """Run one token of each row of the layout, the first of `token_ids`; return `[rows, hidden_size]`."""
         positions, metadata = layout
-        token_ids = on_device(token_ids, self.device)[: len(positions)]
-        return self.model.forward(token_ids, positions, self.kv, metadata)
+        return self.model.forward(token_ids[: len(positions)], positions, self.kv, metadata)
 
-    def _read(self, batch: ModelWorkerBatch, starts: np.ndarray, counts: np.ndarray) -> Tensor:
-        """Run the first `counts[i]` new tokens of row `i`; return `[rows, hidden_size]` of the last one of each row."""
+    def _known(self, batch: ModelWorkerBatch, starts: np.ndarray, counts: np.ndarray) -> ForwardBatch:
+        """Return the first `counts[i]` new tokens of each row `i`, from which the last hidden states are needed."""
         places = ranges(starts, counts)
         tokens = SomeTokens(
             input_ids=batch.input_ids[places],
@@ -149,44 +157,52 @@ class DraftRunner:
             out_cache_loc=batch.out_cache_loc[places],
             sample_lens=[1] * len(counts),
         )
-        forward_batch = ForwardBatch.init_new(tokens, self)
-        hidden = self.forward(forward_batch)
-        return hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
+        return ForwardBatch.init_new(tokens, self)
 
-    def _choose(
-        self, logits: Tensor, info: SamplingBatchInfo, rows: np.ndarray, offset: int, *, is_drawn: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Choose a draft for each row, int64 `[rows]`: the most likely token, or a draw at the request's temperature.
-
-        Also returns the distributions of the draws, float32 `[rows, vocab]`, if a request of the step draws. Penalties
-        and bias are left out: they change which drafts are accepted, not the distribution of the output.
-        """
-        best = best_tokens(logits)
-        numbers = info.numbers[rows]
-        if not is_drawn:
-            return best, None
-        probs = distribution(logits.float(), without_penalties(numbers, logits))
-        seeds = [info.seeds[i] for i in rows]
-        uniforms = stream_draws(seeds, (info.positions[rows] + offset).tolist(), DRAFT_STREAM)
-        drawn = draw(probs, on_device(uniforms, probs.device))
-        greedy = on_device(numbers["greedy"].copy(), logits.device)
-        return torch.where(greedy, best, drawn), probs
+    def _read(self, batch: ForwardBatch) -> Tensor:
+        """Run a batch; return `[rows, hidden_size]` of the last token of each row."""
+        hidden = self.forward(batch)
+        return hidden if batch.logits_indices is None else hidden[batch.logits_indices]
 
 
-def without_penalties(numbers: np.ndarray, logits: Tensor) -> SamplingMetadata:
-    """Return the sampling parameters of `numbers` for the rows of `logits`, without penalties and bias."""
-    plain = numbers.copy()
-    plain["penalised"] = False
-    return metadata_of(
-        plain,
-        num_logprobs=None,
-        vocab_size=logits.shape[-1],
-        device=logits.device,
-        uniforms=None,
-        bias=None,
-        seen=None,
-        output_counts=None,
-    )
+def draws_of(info: SamplingBatchInfo, rows: np.ndarray, counts: np.ndarray) -> tuple[SamplingMetadata, ...]:
+    """Return the sampling parameters of the first draft of each of `rows`, of the second drafts, ...
+
+    `counts[i]` is the number of drafts of `rows[i]`, in falling order. Empty if all are greedy. Penalties and bias are
+    left out: they change which drafts are accepted, not the distribution of the output.
+    """
+    found: list[SamplingMetadata] = []
+    if info.numbers["greedy"][rows].all():
+        return ()
+    for offset in range(int(counts[0])):
+        active = rows[counts > offset]
+        seeds, positions = [info.seeds[i] for i in active], (info.positions[active] + offset).tolist()
+        numbers = info.numbers[active]  # a copy
+        numbers["penalised"] = False
+        metadata = metadata_of(
+            numbers,
+            num_logprobs=None,
+            vocab_size=info.vocab_size,
+            uniforms=torch.from_numpy(stream_draws(seeds, positions, DRAFT_STREAM)),
+            bias=None,
+            seen=None,
+            output_counts=None,
+        )
+        found.append(metadata)
+    return tuple(found)
+
+
+def choose(logits: Tensor, draws: SamplingMetadata | None) -> tuple[Tensor, Tensor | None]:
+    """Choose a draft for each row of `logits`, int64 `[rows]`: the most likely token, or a draw if the row draws.
+
+    Also returns the distributions of the draws, float32 `[rows, vocab]`; None without `draws`: all rows are greedy.
+    """
+    best = best_tokens(logits)
+    if draws is None:
+        return best, None
+    assert draws.uniforms is not None
+    probs = distribution(logits.float(), draws)
+    return torch.where(draws.greedy, best, draw(probs, draws.uniforms)), probs
 
 
 def load_draft_model(

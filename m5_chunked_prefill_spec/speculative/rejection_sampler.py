@@ -36,11 +36,11 @@ from m1_single_request.sampler import (
 )
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.attention.metadata import to_device
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.row_sampler import RowSampler, without_broken_rows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
-from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
 
 ACCEPT_STREAM, REPLACE_STREAM, DRAFT_STREAM = 1, 2, 3
 """Streams of random numbers at one position; stream 0 is the target's own draw."""
@@ -60,19 +60,19 @@ class RejectionSampler:
         req_ids: Sequence[str],
         info: SamplingBatchInfo,
         logits: Tensor,
+        metadata: SamplingMetadata,
         sample_lens: Sequence[int],
         drafts: Drafts | None,
     ) -> ModelRunnerOutput:
         """Return the tokens of each request: the accepted drafts, and one token of the target.
 
         `logits` float32 `[sum(sample_lens), vocab]`: `sample_lens[i]` rows of the i-th request, one more than it has
-        drafts; or none, if no token is sampled for it.
+        drafts; or none, if no token is sampled for it. `metadata`: of these rows.
         """
         if drafts is None and all(count == 1 for count in sample_lens):
-            return self.one_each(req_ids, info, logits)
+            return self.one_each(req_ids, info, logits, metadata)
         draft_token_ids = drafts.token_ids if drafts is not None else [[] for _ in req_ids]
         logits, is_broken = without_broken_rows(logits)
-        metadata = metadata_of_rows(info, sample_lens, draft_token_ids)
         chosen = self.sampler(logits, metadata)
         broken = is_broken.tolist()
         if drafts is not None and drafts.probs is not None:
@@ -130,8 +130,8 @@ class RejectionSampler:
         drawn = drawn_drafts(drafts.token_ids, sample_lens, info.numbers["greedy"])
         if not drawn.rows:
             return chosen
-        p = distribution(logits, metadata)[torch.tensor(drawn.rows, device=logits.device)]
-        q = drafts.probs[torch.tensor(drawn.numbers, device=p.device)]
+        rows, numbers = to_device((torch.tensor(drawn.rows), torch.tensor(drawn.numbers)), logits.device)
+        p, q = distribution(logits, metadata)[rows], drafts.probs[numbers]
         positions = (info.positions[drawn.owners] + np.array(drawn.offsets)).tolist()
         seeds = [info.seeds[owner] for owner in drawn.owners]
         verified = decide(p, q, drawn.token_ids, seeds, positions)
@@ -179,13 +179,13 @@ def decide(p: Tensor, q: Tensor, drafts: Sequence[int], seeds: Sequence[int], po
     `p`, `q` float32 `[drafts, vocab]`, the sum of each row 1. A draft is accepted if a uniform number is below
     `p(x) / q(x)`; its replacement is drawn from `max(p - q, 0)`.
     """
-    x = torch.tensor(drafts, device=p.device)[:, None]
-    accept = torch.from_numpy(stream_draws(seeds, positions, stream=ACCEPT_STREAM)).to(p.device)
+    draws = [torch.from_numpy(stream_draws(seeds, positions, stream)) for stream in (ACCEPT_STREAM, REPLACE_STREAM)]
+    x, accept, replacing = to_device((torch.tensor(drafts)[:, None], *draws), p.device)
     is_accepted = accept * q.gather(-1, x)[:, 0] < p.gather(-1, x)[:, 0]
     surplus = (p - q).clamp(min=0)
     # If p and q are equal except for rounding, the surplus is 0, and only rounding can reject the draft.
     surplus = torch.where(surplus.amax(dim=-1, keepdim=True) > 0, surplus, p)
-    other = draw(surplus, torch.from_numpy(stream_draws(seeds, positions, stream=REPLACE_STREAM)).to(p.device))
+    other = draw(surplus, replacing)
     return torch.where(is_accepted, x[:, 0], other).tolist()
 
 

@@ -7,11 +7,12 @@ draft has both drafts in its history. The rows of a step form one `SamplingMetad
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from m1_single_request.draws import uniforms
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow, bias_of, num_logprobs_of
-from m3_paged_attention.attention.metadata import on_device
+from m3_paged_attention.attention.metadata import to_device
 from m3_paged_attention.row_sampler import plain_metadata
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo, metadata_of
 
@@ -19,7 +20,11 @@ from m4_radix_cache.sampling_batch_info import SamplingBatchInfo, metadata_of
 def metadata_of_rows(
     info: SamplingBatchInfo, counts: Sequence[int], drafts: Sequence[Sequence[int]]
 ) -> SamplingMetadata:
-    """Return `counts[i]` rows for the i-th row of `info`: for the next token, the token after the first draft, ..."""
+    """Return `counts[i]` rows for the i-th row of `info`: for the next token, the token after the first draft, ...
+
+    Parameters and random numbers are on the host. Bias and history, if there is any, are made on the device, which
+    takes a copy of its own.
+    """
     if info.is_plain:
         return plain_metadata(sum(counts), info.device)
     repeats = np.array(counts)
@@ -27,19 +32,20 @@ def metadata_of_rows(
     offsets = np.arange(len(owners)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
     positions = info.positions[owners] + offsets
     numbers = info.numbers[owners]
-    draws = None
+    draws = bias = seen = output_counts = None
     if not numbers["greedy"].all():
-        seeds = [info.seeds[i] for i in owners]
-        draws = on_device(uniforms(seeds, positions.tolist()), info.device)
-    index = on_device(owners, info.device)
-    seen, output_counts = _history(info, index, numbers, owners, offsets, drafts)
+        draws = torch.from_numpy(uniforms([info.seeds[i] for i in owners], positions.tolist()))
+    if info.bias is not None or info.seen is not None:
+        places = owners, *_drafts_before(numbers, owners, offsets, drafts)
+        index, *where = to_device(tuple([torch.from_numpy(each) for each in places]), info.device)
+        bias = _bias(info, index, owners, positions)
+        seen, output_counts = _history(info, index, where)
     return metadata_of(
         numbers,
         num_logprobs=num_logprobs_of([info.params[i] for i in owners]),
         vocab_size=info.vocab_size,
-        device=info.device,
         uniforms=draws,
-        bias=_bias(info, index, owners, positions),
+        bias=bias,
         seen=seen,
         output_counts=output_counts,
     )
@@ -58,27 +64,23 @@ def _bias(info: SamplingBatchInfo, index: Tensor, owners: np.ndarray, positions:
     return bias
 
 
-def _history(
-    info: SamplingBatchInfo,
-    index: Tensor,
-    numbers: np.ndarray,
-    owners: np.ndarray,
-    offsets: np.ndarray,
-    drafts: Sequence[Sequence[int]],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the token history for penalties: the request's, and the drafts before each row."""
-    if info.seen is None or info.output_counts is None:
-        return None, None
-    seen, output_counts = info.seen.index_select(0, index), info.output_counts.index_select(0, index)
+def _drafts_before(
+    numbers: np.ndarray, owners: np.ndarray, offsets: np.ndarray, drafts: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the drafts before each row with penalties: for each, int64, the row and the token id."""
     behind = np.flatnonzero(numbers["penalised"] & (offsets > 0))
     lens = offsets[behind]
     drafted = [
         token_id for row, n in zip(owners[behind].tolist(), lens.tolist(), strict=True) for token_id in drafts[row][:n]
     ]
-    where = (
-        on_device(np.repeat(behind, lens), info.device),
-        on_device(np.array(drafted, dtype=np.int64), info.device),
-    )
-    seen[where] = True
-    output_counts.index_put_(where, output_counts.new_ones(()), accumulate=True)
+    return np.repeat(behind, lens), np.array(drafted, dtype=np.int64)
+
+
+def _history(info: SamplingBatchInfo, index: Tensor, where: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the token history for penalties: the request's, and the drafts before each row, at `where`."""
+    if info.seen is None or info.output_counts is None:
+        return None, None
+    seen, output_counts = info.seen.index_select(0, index), info.output_counts.index_select(0, index)
+    seen[tuple(where)] = True
+    output_counts.index_put_(tuple(where), output_counts.new_ones(()), accumulate=True)
     return seen, output_counts

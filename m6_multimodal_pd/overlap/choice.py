@@ -31,13 +31,12 @@ class Choice:
     """The columns of m1's `asked_logprobs`."""
 
     @classmethod
-    def queued(cls, sampler: Sampler, info: SamplingBatchInfo, logits: Tensor) -> "tuple[Choice, Tensor]":
+    def queued(cls, sampler: Sampler, logits: Tensor, metadata: SamplingMetadata) -> "tuple[Choice, Tensor]":
         """Sample from float32 `logits` `[rows, vocab]`; return the choice, and its tokens on the device.
 
         Such a token is valid as an input also where its row is not.
         """
         logits, is_broken = without_broken_rows(logits)
-        metadata = info.metadata()
         tokens = sampler.choose(logits, metadata)
         columns = asked_logprobs(logits, tokens, metadata) if metadata.num_logprobs else ()
         on_host = tuple(column.to("cpu", non_blocking=True) for column in columns)

@@ -156,7 +156,7 @@ class LateResults:
         in_step = set(map(id, step.batch.reqs))
         for batch, info in self._living(scheduled):
             is_in = np.array([id(req) in in_step for req in batch.reqs])
-            tokens = () if info.is_plain else newest_tokens(batch.req_pool_indices[is_in])
+            tokens = () if info.seen is None else newest_tokens(batch.req_pool_indices[is_in])
             info.advance(tokens, is_in.astype(np.int64))
 
     def _living(self, scheduled: ScheduleBatch | None) -> list[tuple[PlainScheduleBatch, SamplingBatchInfo]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.sampler import Sampler
-from m3_paged_attention.attention.metadata import on_device
+from m3_paged_attention.attention.metadata import to_device
 from m3_paged_attention.attention.native_step import NativeStep
 from m3_paged_attention.executor import checked
 from m3_paged_attention.outputs import ModelRunnerOutput
@@ -50,6 +50,8 @@ class ForwardOutput:
     """Reason why the step before arrived before this launch; None: it arrives after it, or there is none."""
     drafts: Drafts | None = None
     forward_batch: ForwardBatch | None = None
+    rows: Tensor | None = None
+    """int64 `[batch_size]`: rows of the requests in `FutureMap`, on the device."""
     call: int | None = None
     """Number of its call on the thread; None: it runs elsewhere."""
     hidden: Tensor | None = None
@@ -131,7 +133,7 @@ class Launcher:
 
         On a CPU the thread may be writing them: what it chooses are tokens of plain rows, which nothing counts.
         """
-        return self.future_map.on_device[on_device(rows, self.runner.device)]
+        return self.future_map.on_device[to_device(torch.from_numpy(rows), self.runner.device)]
 
     def result(self, launched: ForwardOutput) -> ModelRunnerOutput:
         """Return the output of a step that has arrived, or raise its error."""
@@ -191,9 +193,10 @@ class Launcher:
         self._compute(launched)
 
     def _prepare(self, launched: ForwardOutput) -> ForwardBatch:
-        """Run the draft model, if there is one, and copy the step to the device."""
+        """Run the draft model, if there is one, and move the step to the device."""
         launched.batch, launched.drafts = self.runner.drafted(launched.batch)
-        launched.forward_batch = batch = self.runner.prepare(launched.batch)
+        step = self.runner.prepare(launched.batch, launched.drafts), torch.from_numpy(launched.batch.req_pool_indices)
+        launched.forward_batch, launched.rows = batch, _ = to_device(step, self.runner.device)
         return batch
 
     def _compute(self, launched: ForwardOutput) -> None:
@@ -205,9 +208,10 @@ class Launcher:
             self.future_map.resolve_on_device(batch.input_ids)
         launched.hidden = hidden = runner.forward(batch)
         if launched.why_host is None:
-            info, sampler = launched.batch.sampling_info, self.row_sampler.sampler
-            launched.choice, tokens = Choice.queued(sampler, info, runner.model.compute_logits(hidden))
-            self.future_map.on_device[on_device(launched.batch.req_pool_indices, tokens.device)] = tokens
+            assert batch.sampling is not None and launched.rows is not None
+            logits, sampler = runner.model.compute_logits(hidden), self.row_sampler.sampler
+            launched.choice, tokens = Choice.queued(sampler, logits, batch.sampling)
+            self.future_map.on_device[launched.rows] = tokens
         launched.is_async, launched.times = self.is_cuda, (began, self._clock())
 
     def _start_on_thread(self, thread: NativeThread, step: NativeStep, launched: ForwardOutput) -> None:

@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from m3_paged_attention.attention import triton_backend
-from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.metadata import AttentionMetadata, to_device
 from m3_paged_attention.attention.triton_attention import store_kv_kernel
 from m3_paged_attention.attention.triton_backend import TritonBackend
 from m3_paged_attention.kv_storage import KVLayer
@@ -128,7 +128,8 @@ def launches(shape: Shape, dtype: torch.dtype) -> None:
 def _metadata(query_lens: list[int]) -> AttentionMetadata:
     """A step of these numbers of new tokens."""
     tables, slots = np.zeros((len(query_lens), 4), np.int32), np.zeros(NUM_TOKENS, np.int64)
-    return AttentionMetadata.build(query_lens, [7] * len(query_lens), tables, slots, torch.device("meta"))
+    metadata = AttentionMetadata.build(query_lens, [7] * len(query_lens), tables, slots)
+    return to_device(metadata, torch.device("meta"))
 
 
 def compile_all(shapes: tuple[Shape, ...], dtypes: tuple[str, ...]) -> Iterator[Compiled]:

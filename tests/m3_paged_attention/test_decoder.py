@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -102,8 +103,8 @@ class Paged:
     def _metadata(self, rids: list[str], contexts: list[int], new: list[int], slots: list[int]) -> AttentionMetadata:
         tables = [self.blocks[rid] for rid in rids]
         width = max(map(len, tables))
-        rows = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
-        return AttentionMetadata.build(new, contexts, rows, torch.tensor(slots), rows.device)
+        rows = np.array([table + [0] * (width - len(table)) for table in tables], dtype=np.int32)
+        return AttentionMetadata.build(new, contexts, rows, np.array(slots))
 
 
 @torch.inference_mode()

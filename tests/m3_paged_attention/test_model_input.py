@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from m1_single_request import SamplingParams
-from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.metadata import AttentionMetadata, to_device
 from m3_paged_attention.input_batch import BatchRow, CachedRequestState
 from m3_paged_attention.model_input import make_model_input
 from m3_paged_attention.scheduler_output import NewRequestData
@@ -26,7 +26,7 @@ TABLES = np.array([[5, 6, 7, 0], [1, 2, 0, 0], [9, 3, 0, 0]], dtype=np.int32)
 
 
 def test_the_kinds_of_numbers() -> None:
-    made = make_model_input([row(0, 0, 5), row(1, 3, 1)], TABLES, BLOCK_SIZE, CPU)
+    made = make_model_input([row(0, 0, 5), row(1, 3, 1)], TABLES, BLOCK_SIZE)
     metadata = made.attn_metadata
     for tensor in (made.input_ids, made.positions, made.logits_indices, metadata.slot_mapping):
         assert tensor.dtype == torch.int64
@@ -34,23 +34,21 @@ def test_the_kinds_of_numbers() -> None:
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
 
 
-def test_metadata_are_built_from_host_numbers_or_from_tensors_that_are_in_place() -> None:
+def test_metadata_are_built_from_lengths_tables_and_slots() -> None:
     tables, slots = TABLES[:, :2], np.arange(9)
-    built = AttentionMetadata.build([3, 5, 1], [0, 4, 6], tables, slots, CPU)
-    again = AttentionMetadata.build([3, 5, 1], [0, 4, 6], torch.tensor(tables), placed := torch.tensor(slots), CPU)
-    assert again.slot_mapping is placed, "what lies there already is not moved"
-    for metadata in (built, again):
-        assert metadata.query_start_loc.tolist() == [0, 3, 8, 9]
-        assert metadata.block_tables.tolist() == tables.tolist() and metadata.slot_mapping.tolist() == [*range(9)]
-        assert (metadata.query_lens_host, metadata.seq_lens_host) == ((3, 5, 1), (3, 9, 7))
-        assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decodes) == (2, 8, 1)
+    metadata = AttentionMetadata.build([3, 5, 1], [0, 4, 6], tables, slots)
+    assert metadata.query_start_loc.tolist() == [0, 3, 8, 9]
+    assert metadata.block_tables.tolist() == tables.tolist() and metadata.slot_mapping.tolist() == [*range(9)]
+    assert (metadata.query_lens_host, metadata.seq_lens_host) == ((3, 5, 1), (3, 9, 7))
+    assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decodes) == (2, 8, 1)
+    assert to_device(metadata, CPU) is metadata, "on a CPU nothing moves"
     with pytest.raises(ValueError, match="argument 2"):
-        AttentionMetadata.build([3, 5], [0], tables, slots, CPU)
+        AttentionMetadata.build([3, 5], [0], tables, slots)
 
 
 def test_a_step_is_not_changed_by_what_the_runner_learns_later() -> None:
     tables = TABLES.copy()
-    made = make_model_input([row(0, 8, 1), row(1, 7, 1)], tables, BLOCK_SIZE, CPU)
+    made = make_model_input([row(0, 8, 1), row(1, 7, 1)], tables, BLOCK_SIZE)
     tables[:] = 99
     assert 99 not in made.attn_metadata.block_tables
 
@@ -63,7 +61,7 @@ def test_every_token_has_the_place_that_a_loop_gives_it(lens: list[tuple[int, in
     width = 32
     tables = np.random.default_rng(len(lens)).permutation(len(lens) * width).reshape(len(lens), width) + 1
     rows = [row(number, start, count, first_token=100 * number) for number, (start, count) in enumerate(lens)]
-    made = make_model_input(rows, tables.astype(np.int32), block_size, CPU)
+    made = make_model_input(rows, tables.astype(np.int32), block_size)
     places = [(number, place) for number, (start, count) in enumerate(lens) for place in range(start, start + count)]
     assert made.input_ids.tolist() == [100 * number + place for number, place in places]
     assert made.positions.tolist() == [place for _, place in places]

@@ -267,7 +267,7 @@ def test_the_row_sampler_does_with_it_what_it_does_with_rows(broken: Sequence[in
     def sampled(batch: Any) -> tuple[list[str], list[list[int]], list[Any], dict[str, str], list[Any]]:
         tracer = Tracer()
         recorder = Recorder(tracer)
-        result = RowSampler(sampler=Sampler(), token_text=str, tracer=tracer)(names, batch, logits)
+        result = RowSampler(sampler=Sampler(), token_text=str, tracer=tracer)(names, batch, logits, batch.metadata())
         assert all(type(error) is ForwardError for error in result.errors.values())
         errors = {name: str(error) for name, error in result.errors.items()}
         return result.req_ids, result.sampled_token_ids, result.logprobs, errors, recorder.events("sampled")

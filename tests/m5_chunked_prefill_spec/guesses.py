@@ -1,6 +1,6 @@
 """Helpers of the tests that verify guesses without an engine: rows of a batch, and a target that is a table."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +11,13 @@ from m1_single_request import SamplingParams, Tracer
 from m1_single_request.draws import draws as stream_draws
 from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler, draw
-from m1_single_request.sampling_metadata import SamplingRow
+from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.forward_batch import ranges
 from m5_chunked_prefill_spec.speculative.rejection_sampler import DRAFT_STREAM, RejectionSampler
+from m5_chunked_prefill_spec.speculative.spec_info import Drafts
+from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
 from tests.m1_single_request.helpers import exact_distribution
 from tests.testbed.fakes import make_request
 
@@ -22,9 +25,16 @@ CPU = torch.device("cpu")
 VOCAB = 4
 
 
-def make_sampler(tracer: Tracer | None = None) -> RejectionSampler:
-    """The real one, around m1's sampler."""
-    return RejectionSampler(sampler=Sampler(), token_text=str, tracer=tracer or Tracer())
+def make_sampler(tracer: Tracer | None = None) -> Callable[..., ModelRunnerOutput]:
+    """The real one, around m1's sampler, which gets its rows as a runner makes them."""
+    sampler = RejectionSampler(sampler=Sampler(), token_text=str, tracer=tracer or Tracer())
+
+    def sample(
+        req_ids: Sequence[str], info: SamplingBatchInfo, logits: Tensor, lens: Sequence[int], drafts: Drafts
+    ) -> ModelRunnerOutput:
+        return sampler(req_ids, info, logits, metadata_of_rows(info, lens, drafts.token_ids), lens, drafts)
+
+    return sample
 
 
 def row_of(

@@ -44,13 +44,13 @@ class Listening:
         runner = engine.engine_core.executor.worker.model_runner
         sample = runner.rejection_sampler
 
-        def heard(req_ids: Any, info: Any, logits: Tensor, sample_lens: Any, drafts: Any) -> Any:
+        def heard(req_ids: Any, info: Any, logits: Tensor, metadata: Any, sample_lens: Any, drafts: Any) -> Any:
             first = 0
             for rid, count, seq_len in zip(req_ids, sample_lens, self.batch.seq_lens.tolist(), strict=True):
                 for offset in range(count):
                     self.logits[rid, seq_len - count + 1 + offset] = logits[first + offset].clone()
                 first += count
-            return sample(req_ids, info, logits, sample_lens, drafts)
+            return sample(req_ids, info, logits, metadata, sample_lens, drafts)
 
         runner.rejection_sampler = heard
 

@@ -69,9 +69,9 @@ def test_a_row_each(kind: str, broken: Sequence[int], log: list[str]) -> None:
     info = info_of(*(row_of(seed, **own) for seed, own in enumerate(KINDS[kind])), stop_ids=[3])
     sampler = RowSampler(sampler=Sampler(), token_text=str, tracer=Tracer())
     logits, on_device = logits_of(3, broken)
-    found = sampler(["a", "b", "c"], info, on_device)
+    found = sampler(["a", "b", "c"], info, on_device, info.metadata())
     check_one_wait(log)
-    expected = sampler(["a", "b", "c"], info, logits)
+    expected = sampler(["a", "b", "c"], info, logits, info.metadata())
     assert replace(found, errors={}) == replace(expected, errors={})
     assert list(map(str, found.errors)) == list(map(str, expected.errors))
     assert list(found.errors) == ["abc"[i] for i in broken]

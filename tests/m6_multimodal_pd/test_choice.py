@@ -41,9 +41,10 @@ def test_a_choice_is_queued_without_a_wait_and_is_that_of_the_sampler(
     logits, on_device = logits_of(3, broken)
     sampler = RowSampler(sampler=Sampler(), token_text=str, tracer=Tracer())
     info = info_of_kind(kind)
-    choice, tokens = Choice.queued(sampler.sampler, info, on_device)
+    metadata = info.metadata()
+    choice, tokens = Choice.queued(sampler.sampler, on_device, metadata)
     assert log and not set(log) & set(READS), log
-    found, expected = choice.read(sampler, RIDS, info), sampler(RIDS, info_of_kind(kind), logits)
+    found, expected = choice.read(sampler, RIDS, info), sampler(RIDS, info, logits, metadata)
     assert replace(found, errors={}) == replace(expected, errors={})
     assert list(map(str, found.errors)) == list(map(str, expected.errors))
     assert list(found.errors) == ["abc"[i] for i in broken]
@@ -53,7 +54,7 @@ def test_a_choice_is_queued_without_a_wait_and_is_that_of_the_sampler(
 def test_a_token_that_is_impossible_is_an_input_nevertheless() -> None:
     """Its request has an error, but the step behind it runs."""
     info = info_of(row_of(min_tokens=3), row_of(1), stop_ids=range(VOCAB))
-    choice, tokens = Choice.queued(Sampler(), info, torch.zeros(2, VOCAB))
+    choice, tokens = Choice.queued(Sampler(), torch.zeros(2, VOCAB), info.metadata())
     assert tokens.tolist()[0] in range(VOCAB)
     sampler = RowSampler(sampler=Sampler(), token_text=str, tracer=Tracer())
     assert choice.read(sampler, ["a", "b"], info).errors.keys() == {"a"}

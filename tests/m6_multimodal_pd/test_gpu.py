@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from m1_single_request.trace_readers import Records
-from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.metadata import AttentionMetadata, to_device
 from m3_paged_attention.events import StepLimits
 from m3_paged_attention.models.layers import MLP
 from m6_multimodal_pd import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, TraceConfig
@@ -218,13 +219,13 @@ def test_a_replay_allocates_nothing_and_moves_nothing(tiny_directory: Path) -> N
         device = torch.device("cuda")
         for lens in ([1], [1, 1, 1], [3, 2, 1], [3, 3, 3, 3, 3]):
             total = sum(lens)
-            tables = torch.zeros((len(lens), 2), dtype=torch.int32, device=device)
-            slots = torch.zeros(total, dtype=torch.int64, device=device)
-            layout = AttentionMetadata.build(lens, [4] * len(lens), tables, slots, device)
+            tables, slots = np.zeros((len(lens), 2), dtype=np.int32), np.zeros(total, dtype=np.int64)
+            layout = to_device(AttentionMetadata.build(lens, [4] * len(lens), tables, slots), device)
+            tokens = layout.slot_mapping
             torch.cuda.synchronize()
             before = torch.cuda.memory_stats()["allocation.all.allocated"]
             with torch.inference_mode():
-                assert step(slots, slots, layout).shape[0] == total
+                assert step(tokens, tokens, layout).shape[0] == total
             torch.cuda.synchronize()
             assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert [tensor.data_ptr() for tensor in tensors] == addresses

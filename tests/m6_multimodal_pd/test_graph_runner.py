@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -26,6 +27,7 @@ from tests.m6_multimodal_pd.recorded_graphs import (
     StaticBackend,
     recorded_graphs as recorded_graphs,
 )
+from tests.support.operations import operations
 
 ROWS, WIDTH = 5, 3
 LIMITS = GraphLimits(max_num_seqs=ROWS, max_model_len=64, width=WIDTH)
@@ -149,8 +151,8 @@ def test_every_bucket_gives_the_numbers_of_an_eager_step(pair: Pair) -> None:
 def metadata_of(batch: dict[str, int], context: int = 0) -> AttentionMetadata:
     """A layout of so many new tokens of each request."""
     rows, total = len(batch), sum(batch.values())
-    tables, slots = torch.zeros((rows, 1), dtype=torch.int32), torch.zeros(total, dtype=torch.int64)
-    return AttentionMetadata.build(list(batch.values()), [context] * rows, tables, slots, torch.device("cpu"))
+    tables, slots = np.zeros((rows, 1), dtype=np.int32), np.zeros(total, dtype=np.int64)
+    return AttentionMetadata.build(list(batch.values()), [context] * rows, tables, slots)
 
 
 STATIC = ["static"]
@@ -227,3 +229,22 @@ def test_the_padding_of_any_batch_has_no_length_and_writes_to_page_0(counts: lis
     assert not padded.seq_lens[rows:].any() and len(padded.seq_lens) == min(bucket.num_tokens, ROWS)
     if width > 1:
         assert padded.query_start_loc.diff().tolist() == [*layout.query_lens_host, *[0] * (len(padded.seq_lens) - rows)]
+
+
+@static_only
+@pytest.mark.parametrize(
+    ("batch", "launches"),
+    [
+        (dict.fromkeys("abc", 1), {"_foreach_copy_": 2, "copy_": 1}),
+        ({"a": 3, "b": 2, "c": 1}, {"_foreach_copy_": 2, "copy_": 1, "fill_": 1}),
+    ],
+    ids=["decodes", "drafts"],
+)
+def test_beside_a_replay_there_are_few_launches(pair: Pair, batch: dict[str, int], launches: dict[str, int]) -> None:
+    """Whatever the batch has of rows, tokens and padding."""
+    layout = metadata_of(batch, context=20)
+    tokens = torch.arange(layout.slot_mapping.shape[0])
+    with torch.inference_mode(), operations() as seen:
+        pair.runner(tokens, tokens, layout)
+    views = ("slice", "select", "unbind", "alias", "view", "detach")
+    assert {name: count for name, count in seen.items() if name not in views} == launches

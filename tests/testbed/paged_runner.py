@@ -12,7 +12,7 @@ from m1_single_request.sampler import LogprobRow, SampledTokens
 from m3_paged_attention.input_batch import BatchRow, InputBatch
 from m3_paged_attention.model_input import make_model_input
 from m3_paged_attention.scheduler_output import SchedulerOutput
-from tests.testbed.fakes import CPU, letter, states_of
+from tests.testbed.fakes import letter, states_of
 
 Block = list[int | None]  # the states after its tokens; None: never written, or given back since
 
@@ -149,7 +149,7 @@ class PagedRunner:
         return [state for block_id in block_ids for state in self.device[block_id]]
 
     def _check_tensors(self, rows: Sequence[BatchRow], slots: list[int]) -> None:
-        model_input = make_model_input(rows, self.input_batch.block_tables, self.block_size, CPU)
+        model_input = make_model_input(rows, self.input_batch.block_tables, self.block_size)
         metadata = model_input.attn_metadata
         assert metadata.slot_mapping.tolist() == slots
         tokens = [t for row in rows for t in row.state.token_ids(row.start, row.start + row.num_tokens)]
