@@ -88,7 +88,7 @@ class StepInputs:
         self.query_start_loc = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((max_num_seqs, max_pages), dtype=torch.int32, device=device)
-        self._zeros = torch.zeros_like(self.tokens[0]), torch.zeros_like(self.seq_lens)
+        self.zero_slots, self.zero_lens = torch.zeros_like(self.tokens[0]), torch.zeros_like(self.seq_lens)
 
     def tensors(self) -> list[Tensor]:
         """Return all inputs."""
@@ -116,28 +116,27 @@ class StepInputs:
         )
 
     def pad_batch(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, bucket: Bucket) -> None:
-        """Copy a step to the first rows and tokens, and pad it to its bucket: three launches, or four with drafts.
+        """Copy a step to the first rows and tokens, and pad it to its bucket.
 
         Padded rows have no tokens. Padded tokens write to page 0; their ids and positions stay those of an earlier
-        step, because any valid ones will do. `_foreach_copy_` copies tensors of one type, each to another, at once.
+        step, because any valid ones will do. These are three launches, and one more with drafts: `_foreach_copy_`
+        copies tensors of one type, each into another, by one.
         """
         (num_rows, num_pages), num_tokens = metadata.block_tables.shape, len(input_ids)
-        ids, places, slots = self.tokens[:, : bucket.num_tokens]
-        tokens, rows = slice(num_tokens), slice(num_rows)
-        padded_tokens, padded_rows = slice(num_tokens, bucket.num_tokens), slice(num_rows, self.limits.num_rows(bucket))
-        zero_slots, zero_lens = self._zeros[0][: bucket.num_tokens], self._zeros[1]
+        size, most_rows = bucket.num_tokens, self.limits.num_rows(bucket)
+        ids, places, slots = self.tokens
         torch._foreach_copy_(
-            [ids[tokens], places[tokens], slots[tokens], slots[padded_tokens]],
-            [input_ids, positions, metadata.slot_mapping, zero_slots[padded_tokens]],
+            [ids[:num_tokens], places[:num_tokens], slots[:num_tokens], slots[num_tokens:size]],
+            [input_ids, positions, metadata.slot_mapping, self.zero_slots[num_tokens:size]],
         )
-        targets = [self.seq_lens[rows], self.seq_lens[padded_rows]]
-        values = [metadata.seq_lens, zero_lens[padded_rows]]
+        rows = [self.seq_lens[:num_rows], self.seq_lens[num_rows:most_rows]]
+        values = [metadata.seq_lens, self.zero_lens[num_rows:most_rows]]
         if bucket.width > 1:  # decodes are found by their row
-            targets.append(self.query_start_loc[: num_rows + 1])
+            rows.append(self.query_start_loc[: num_rows + 1])
             values.append(metadata.query_start_loc)
-            self.query_start_loc[1:][padded_rows].fill_(num_tokens)
-        torch._foreach_copy_(targets, values)
-        self.block_tables[rows, :num_pages].copy_(metadata.block_tables)
+            self.query_start_loc[num_rows + 1 : most_rows + 1].fill_(num_tokens)
+        torch._foreach_copy_(rows, values)
+        self.block_tables[:num_rows, :num_pages].copy_(metadata.block_tables)
 
 
 class GraphRunner:
