@@ -1,10 +1,11 @@
 """A decode step sends all that it needs to the device by one copy, and computes there what it computes on a CPU.
 
-The device is a fake one (`tests/support/fake_device.py`). m6's own steps: `tests/m6_multimodal_pd`. On a GPU: the same
-count, by torch's profiler, in the `test_gpu.py` of m3 and m6.
+The device is a fake one (`tests/support/fake_device.py`), or a GPU, whose copies torch's profiler counts. m6's own
+steps: `tests/m6_multimodal_pd`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from m1_single_request import SamplingParams
 from tests.engine_contract.crowd import MakeEngine
 from tests.engine_contract.variants import M3, M4_RADIX, M5_GUESSING, M5_MIXED, M6, Variant, each_of
 from tests.support.fake_device import FakeDevice, fake_device as fake_device
+from tests.support.profiled import step_with_copies
 
 variant = each_of([M3, M4_RADIX, M5_MIXED, M5_GUESSING, M6])
 
@@ -27,21 +29,36 @@ KINDS: dict[str, list[Mapping[str, Any]]] = {
 }
 
 
-def serve(engine: Any, kind: str, device: FakeDevice | None = None) -> tuple[dict[str, Any], list[int]]:
+Step = Callable[[Any], tuple[dict[str, Any], int]]
+"""Runs a step of an engine; returns its outputs, and how many copies it has made."""
+
+
+def on_cpu(engine: Any) -> tuple[dict[str, Any], int]:
+    """A step without copies."""
+    return engine.step(), 0
+
+
+def serve(engine: Any, kind: str, step: Step = on_cpu) -> tuple[dict[str, Any], list[int]]:
     """The outputs, and how many copies each step needed that the same requests ran as in the step before it."""
     for (rid, prompt), own in zip(PROMPTS.items(), KINDS[kind], strict=True):
         params = SamplingParams(max_tokens=NUM_TOKENS[rid], ignore_eos=True, **own)
         engine.add_request(prompt, params, request_id=rid)
-    last, copies, before = {}, [], None
+    last: dict[str, Any] = {}
+    copies, before = [], None
     while engine.has_unfinished_requests():
-        already = 0 if device is None else device.num_copies
-        outputs = engine.step()
+        outputs, num_copies = step(engine)
         last |= outputs
-        if device is not None and before == outputs.keys():
-            copies.append(device.num_copies - already)
-        ended = any(output.finished for output in outputs.values())
-        before = None if ended else outputs.keys()
+        if before == outputs.keys():
+            copies.append(num_copies)
+        before = None if any(output.finished for output in outputs.values()) else outputs.keys()
     return last, copies
+
+
+def check_tokens(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """All requests have ended with the same tokens."""
+    assert found.keys() == expected.keys()
+    for rid, output in found.items():
+        assert (output.error, output.token_ids) == (None, expected[rid].token_ids)
 
 
 DRAFTING = (M5_GUESSING, M6)
@@ -62,8 +79,25 @@ def test_a_decode_step_is_one_copy_and_its_tokens_are_those_of_a_cpu(
 ) -> None:
     expected, _ = serve(make_engine(seats=4), kind)
     device: FakeDevice = request.getfixturevalue("fake_device")
-    found, copies = serve(make_engine(seats=4), kind, device)
-    for rid, output in found.items():
-        assert (output.error, output.token_ids) == (None, expected[rid].token_ids)
+
+    def step(engine: Any) -> tuple[dict[str, Any], int]:
+        before = device.num_copies
+        return engine.step(), device.num_copies - before
+
+    found, copies = serve(make_engine(seats=4), kind, step)
+    check_tokens(found, expected)
     assert len(copies) > 3 and max(copies) == most_copies(variant, kind), copies
     assert kind != "drawn" or copies.count(1) >= len(copies) - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["greedy", "drawn"])
+def test_so_it_is_on_a_gpu(variant: Variant, make_engine: MakeEngine, tiny_directory: Path, kind: str) -> None:
+    expected, _ = serve(make_engine(seats=4), kind)
+    config = variant.package.ModelConfig(model=tiny_directory, device="cuda", dtype="float32")
+    limits = variant.limits(4, None, None)
+    with variant.package.LLMEngine(model_config=config, parts=variant.parts(), **limits) as engine:
+        found, copies = serve(engine, kind, step_with_copies)
+    check_tokens(found, expected)
+    assert len(copies) > 3 and max(copies) <= most_copies(variant, kind), copies
+    assert copies.count(1) >= len(copies) - 1

@@ -29,6 +29,7 @@ from tests.m6_multimodal_pd.pd_engines import Listener
 from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking
 from tests.m6_multimodal_pd.test_engine import QUESTIONS
 from tests.support.engines import ids
+from tests.support.profiled import step_with_copies
 
 pytestmark = pytest.mark.gpu
 
@@ -247,6 +248,22 @@ def test_a_decode_step_waits_for_its_tokens_and_for_nothing_else(tiny_directory:
             torch.cuda.set_sync_debug_mode("default")
         # The tokens, the flags of unusable rows, and five columns of log-probabilities, all behind the last launch.
         assert 2 <= len(waits) <= 7, [str(wait.message) for wait in waits]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlapped"])
+@pytest.mark.parametrize("own", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 1}], ids=["greedy", "drawn"])
+def test_a_replayed_decode_is_one_copy_from_the_host(
+    tiny_directory: Path, replays: list[Any], own: dict[str, Any], overlap: bool
+) -> None:
+    limits = setting(5, tokens=2048, debug=False, enable_overlap=overlap)
+    with on_gpu(tiny_directory, "triton", **limits) as engine:
+        for prompt in PROMPTS[:3]:
+            engine.add_request(prompt, greedy(16, **own))
+        for _ in range(6):
+            engine.step()
+        replays.clear()
+        assert [step_with_copies(engine)[1] for _ in range(4)] == [1] * 4
+        assert len(replays) == 4
 
 
 def test_a_step_that_cannot_be_captured_leaves_the_device_usable(
