@@ -89,8 +89,9 @@ def _starts(query_lens: tuple[int, ...]) -> Tensor:
 def to_device(batch: T, device: torch.device) -> T:
     """Return a batch whose tensors are all on the device, by one copy; on a CPU it is the same batch.
 
-    `batch` is a tensor, a tuple or a dataclass, of others or of any values. A copy has a fixed cost, and a step has a
-    dozen small arrays; so all that a step needs is built on the host first, then moved together.
+    `batch` is a tensor, or a tuple or dataclass with such parts among others. A copy has a fixed cost, and a step has a
+    dozen small arrays; so all that a step needs is built on the host first, then moved together. Tensors that are on
+    the device already stay. vLLM keeps a pinned array for each input instead (`CpuGpuBuffer`).
     """
     if device.type == "cpu":
         return batch

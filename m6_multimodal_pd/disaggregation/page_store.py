@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError, EngineDeadError, shown
-from m3_paged_attention.attention.metadata import on_device
+from m3_paged_attention.attention.metadata import to_device
 from m3_paged_attention.kv_storage import KVStorage
 from m6_multimodal_pd.errors import TransferError
 
@@ -123,7 +123,7 @@ class PageStore:
         """Each storage, the page numbers on its device, and its share of the rows: `[len(pages), tensors, units]`."""
         shares = torch.split(rows.view(self._unit), self._widths, dim=1)
         for memory, share in zip(self._memories, shares, strict=True):
-            index = on_device(torch.tensor(pages, dtype=torch.int64), self.device)
+            index = to_device(torch.tensor(pages, dtype=torch.int64), self.device)
             yield memory, index, share.view(len(pages), *memory.shape[1:])
 
 

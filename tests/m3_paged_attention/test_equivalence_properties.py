@@ -118,9 +118,9 @@ def test_logits_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, mode: str
     runner = engine.engine_core.executor.worker.model_runner
     sampler = runner.sampler
 
-    def noted(req_ids: Any, batch: Any, logits: Tensor) -> Any:
+    def noted(req_ids: Any, batch: Any, logits: Tensor, metadata: Any) -> Any:
         places.extend((tuple(row.prompt_token_ids), len(row.output_token_ids)) for row in batch.rows)
-        return sampler(req_ids, batch, logits)
+        return sampler(req_ids, batch, logits, metadata)
 
     runner.sampler = noted
     outputs = engine.generate_batch(prompts, params)

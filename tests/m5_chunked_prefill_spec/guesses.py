@@ -11,7 +11,7 @@ from m1_single_request import SamplingParams, Tracer
 from m1_single_request.draws import draws as stream_draws
 from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler, draw
-from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m1_single_request.sampling_metadata import SamplingRow
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.forward_batch import ranges
