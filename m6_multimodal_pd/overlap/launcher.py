@@ -126,7 +126,7 @@ class Launcher:
         if launched.output is None and launched.error is None:
             self._run(self._read, launched)
         launched.has_arrived = True
-        launched.forward_batch = launched.hidden = launched.choice = None
+        launched.forward_batch = launched.rows = launched.hidden = launched.choice = None
 
     def newest_tokens(self, rows: np.ndarray) -> Tensor:
         """Return the tokens of these rows on the device, as of the last launch.
