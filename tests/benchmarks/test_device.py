@@ -29,6 +29,11 @@ def bench():
     return Bench("cpu", SMALL, Size(rounds=1, quick=True))
 
 
+@pytest.fixture(scope="module")
+def two(bench):
+    return bench.decode(2)
+
+
 def test_without_a_gpu_there_are_no_numbers(tmp_path, capsys):
     assert main(["device", "--output", str(tmp_path)]) == 2
     assert "no CUDA device" in capsys.readouterr().err and not list(tmp_path.glob("*.json"))
@@ -39,11 +44,10 @@ def test_stored_numbers_are_of_a_gpu():
         assert json.loads(path.read_text("utf-8"))["environment"]["gpu"]["name"]
 
 
-def test_a_decode_step_has_a_share_of_the_bandwidth_and_the_same_tokens_in_every_way(bench):
-    part = bench.decode(2)
-    assert list(part["ways"]) == ["eager", "eager, overlapped"] and part["same_tokens"]
-    for way in part["ways"].values():
-        assert way["share"] == pytest.approx(part["bytes"] / way["step"] / bench.machine()["bandwidth"])
+def test_a_decode_step_has_a_share_of_the_bandwidth_and_the_same_tokens_in_every_way(bench, two):
+    assert list(two["ways"]) == ["eager", "eager, overlapped"] and two["same_tokens"]
+    for way in two["ways"].values():
+        assert way["share"] == pytest.approx(two["bytes"] / way["step"] / bench.machine()["bandwidth"])
         assert way["tokens_per_second"] == pytest.approx(2 / way["step"])
 
 
@@ -52,6 +56,7 @@ def test_prompts_have_a_share_of_the_arithmetic(bench):
     assert row["share"] == pytest.approx(row["flop"] / row["seconds"] / bench.machine()["flops"])
 
 
+@pytest.mark.exhaustive
 def test_the_same_requests_are_answered_by_the_engine_and_by_transformers(bench):
     many, other = bench.many(), bench.transformers()
     assert many["num_requests"] == other["num_requests"] == 8
@@ -59,10 +64,10 @@ def test_the_same_requests_are_answered_by_the_engine_and_by_transformers(bench)
     assert many["max_num_seqs"] == 16 and many["tokens_per_second"] > 0 < other["tokens_per_second"]
 
 
-def test_tables_show_what_was_measured_so_far(bench):
+def test_tables_show_what_was_measured_so_far(bench, two):
     env = {"gpu": GPU, "machine": {"cpu": "CPU", "torch_threads": 1, "cores": 2}, "seed": 1}
     env |= {"versions": {"python": "3", "torch": "2", "transformers": "5"}, "model": {"name": "8B"}}
-    results = {"environment": env, "parts": {"machine": bench.machine(), "decode_1": bench.decode(1)}}
+    results = {"environment": env, "parts": {"machine": bench.machine(), "decode_1": two}}
     text = sections(Path(device.__file__).with_name("tables.md.jinja"), results)
     assert "GB/s" in text and "| eager, overlapped |" in text and "transformers`" not in text
 

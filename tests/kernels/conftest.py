@@ -18,13 +18,11 @@ from tests.kernels.numbers import same_numbers_and_no_luck as same_numbers_and_n
 if importlib.util.find_spec("triton") is None:
     collect_ignore = ["test_interpreter_bf16.py", "test_sm90.py"]  # tests/conftest.py says so in a line
 
-KINDS = [
-    "torch",
-    "native",
+TRITON_KINDS = [
     pytest.param("interpreter", marks=[pytest.mark.interpreter, pytest.mark.sample(2)]),  # which takes long
     pytest.param("gpu", marks=pytest.mark.gpu),
-    pytest.param("torch on a gpu", marks=pytest.mark.gpu),
 ]
+KINDS = ["torch", "native", *TRITON_KINDS, pytest.param("torch on a gpu", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=KINDS)

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from m1_single_request.errors import ConfigError
+from tests.kernels.conftest import TRITON_KINDS
 from tests.kernels.references import attend, check_attention, decode_row, paged_batch
 
 HEADS = [(2, 2, 64), (4, 2, 64), (3, 1, 64), (10, 2, 64), (6, 1, 64), (4, 1, 128), (8, 1, 128), (4, 4, 128)]
 FP32 = torch.float32
+of_triton = pytest.mark.parametrize("kind", TRITON_KINDS, indirect=True)
+"""Other backends compute everything in one kernel."""
 STEPS = {
     "decodes": {"decodes": [1, 17, 64, 33]},
     "prefills": {"prefills": [(0, 5), (13, 20), (30, 2)]},
@@ -129,10 +132,9 @@ def test_the_new_tokens_may_need_several_tiles(backend, device, group) -> None:
     check_attention(backend, paged_batch((group, 1, 64), prefills=[(30, 16)], dtype=FP32, device=device))
 
 
+@of_triton
 def test_drafts_are_split_and_prompts_are_not(backend, device, monkeypatch) -> None:
     """The host chooses the kernels by numbers of new tokens."""
-    if backend.name != "triton":
-        pytest.skip("one kernel computes both")
     from m3_paged_attention.attention import triton_backend
 
     launched = []
@@ -156,10 +158,9 @@ def test_drafts_are_split_and_prompts_are_not(backend, device, monkeypatch) -> N
         assert launched == kernels
 
 
+@of_triton
 def test_the_prefill_kernel_passes_few_new_tokens_over(backend, device, monkeypatch) -> None:
     """What no kernel has written is NaN here."""
-    if backend.name != "triton":
-        pytest.skip("one kernel computes both")
     from m3_paged_attention.attention import triton_backend
 
     class Nothing:
