@@ -13,7 +13,7 @@ differently. (A row with one token among the first is also correct, only slower.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from torch import Tensor
 from m1_single_request.sampling_metadata import sent
 
 T = TypeVar("T")
+NUMBER = int, type(None)
 ALIGNMENT = 16
 """Bytes. Triton compiles a kernel again for a pointer that is not a multiple of 16."""
 
@@ -105,12 +106,14 @@ def _sent_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
     (torch's `CachingHostAllocator`), and the memory on the device in the order of its stream. So steps that are queued
     one behind the other need no ring of buffers: each has its own.
     """
+    tensors = [tensor.contiguous() for tensor in tensors]
     *starts, size = accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors), initial=0)
     packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def views(buffer: Tensor) -> list[Tensor]:
+        typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}
         pairs = zip(starts, tensors, strict=True)
-        return [buffer[at : at + each.nbytes].view(each.dtype).view(each.shape) for at, each in pairs]
+        return [typed[each.dtype].as_strided(each.shape, each.stride(), at // each.itemsize) for at, each in pairs]
 
     for target, tensor in zip(views(packed), tensors, strict=True):
         target.copy_(tensor)
@@ -122,8 +125,8 @@ def _on_host(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_cpu:
             yield value
-    elif is_dataclass(value) or _has_parts(value):
-        for part in vars(value).values() if is_dataclass(value) else value:
+    elif (parts := _parts(value)) is not None:
+        for part in parts.values():
             yield from _on_host(part)
 
 
@@ -131,14 +134,16 @@ def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
     """Return a batch with `tensors` in place of those that `_on_host` yields."""
     if isinstance(value, Tensor):
         return next(tensors) if value.is_cpu else value
-    if _has_parts(value):
-        return tuple([_replaced(part, tensors) for part in value])
-    if not is_dataclass(value):
+    if (parts := _parts(value)) is None:
         return value
-    assert not isinstance(value, type)
-    return replace(value, **{name: _replaced(part, tensors) for name, part in vars(value).items()})
+    replaced = {name: _replaced(part, tensors) for name, part in parts.items()}
+    return tuple(replaced.values()) if isinstance(value, tuple) else type(value)(**replaced)
 
 
-def _has_parts(value: Any) -> bool:
-    """Return whether a value is a tuple that may have tensors: not one of numbers, which may be long."""
-    return isinstance(value, tuple) and not isinstance(value[0] if value else None, int | None)
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of a dataclass or tuple; None for other values, and for tuples of numbers, which may be long."""
+    if isinstance(value, NUMBER):
+        return None
+    if isinstance(value, tuple):
+        return dict(enumerate(value)) if value and not isinstance(value[0], NUMBER) else None
+    return vars(value) if is_dataclass(value) else None
