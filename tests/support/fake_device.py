@@ -17,10 +17,10 @@ from m3_paged_attention.attention import metadata
 
 DEVICE = torch.device("xla")
 """Of a kind that is not CUDA, for which memory of the host would be pinned, and no CPU."""
-OTHER = 0x5A
-"""Each byte of memory that nobody should read."""
+OTHER = 0
+"""Each byte of memory that nobody should read. Other numbers would be slots far outside of the KV memory."""
 PACKAGES = ("m3_", "m4_", "m5_", "m6_")
-READS_NOTHING = ("__get__", "__len__", "view", "size", "dim", "numel", "unbind")
+READS_NOTHING = ("__get__", "__len__", "view", "size", "dim", "numel", "unbind", "as_strided")
 
 
 class OnDevice(Tensor):
