@@ -32,7 +32,8 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """Per-row parameters of one batch. All tensors are on the logits' device, `[rows]` unless a comment differs."""
+    """Per-row parameters of one batch; tensors are `[rows]` unless a comment differs. The sampler needs all of them on
+    the logits' device."""
 
     greedy: Tensor  # bool
     all_greedy: bool

@@ -49,7 +49,7 @@ class BatchLimits:
 
     max_num_seqs: PositiveInt | None = None
     """Maximum number of running requests. None: 16 on a CPU; on CUDA up to 512, by the memory of the device and the KV
-    of the model, and at most `max_num_batched_tokens` (`device_limits.py`)."""
+    of the model, and at most `max_num_batched_tokens` (`device_limits.py`); m5 runs fewer with drafts."""
     max_num_batched_tokens: PositiveInt | None = None
     """Maximum number of new tokens in one step. A prompt runs in one step, so a longer prompt is rejected. None: at
     least `max_model_len` and `max_num_seqs`, so that this limit rejects no prompt, and at least 2,048 on a CPU; on CUDA

@@ -12,11 +12,11 @@ of the model:
     160 GiB and more            16,384                  512
 
 The number of requests is also limited by the KV: at most as many as would fill the memory with `TYPICAL_LEN` tokens
-each (or `max_model_len`, if that is shorter), in whole eighths, because m6 captures CUDA graphs in steps of eight; and
-at least 16. Free memory has no influence, so the result is the same at every start. An engine that shares its device
-with others has the same limits: they are upper limits, and the KV memory decides how many requests run. New in this
-milestone. SGLang: `chunked_prefill_size` of `ServerArgs` has these numbers of tokens, `max_running_requests` follows
-from the pool; vLLM: `EngineArgs.get_batch_defaults`, 256 requests, and 1,024 from 70 GiB on.
+each (or `max_model_len`, if that is shorter), in steps of eight, in which m6 captures CUDA graphs; and at least 16.
+Free memory has no influence, so the result is the same at every start. An engine that shares its device with others has
+the same limits: they are upper limits, and the KV memory decides how many requests run. New in this milestone. SGLang:
+`chunked_prefill_size` of `ServerArgs` has these numbers of tokens, `max_running_requests` follows from the pool; vLLM:
+`EngineArgs.get_batch_defaults`, 256 requests, and 1,024 from 70 GiB on.
 """
 
 from typing import Any, NamedTuple

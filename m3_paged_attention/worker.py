@@ -46,7 +46,8 @@ class GPUWorker:
                 kv_bytes = self.model_runner.profile_run(num_tokens)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"a step of max_num_batched_tokens={num_tokens} does not fit on {self.device}: use a smaller one"
+                f"a step of max_num_batched_tokens={num_tokens} that samples for max_num_seqs="
+                f"{self.model_runner.max_num_seqs} requests does not fit on {self.device}: use smaller ones"
             ) from error
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)

@@ -145,5 +145,5 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, NUMBER):
         return None
     if isinstance(value, tuple):
-        return dict(enumerate(value)) if value and not isinstance(value[0], NUMBER) else None
+        return dict(enumerate(value)) if value and not isinstance(value[0], int) else None
     return vars(value) if is_dataclass(value) else None
