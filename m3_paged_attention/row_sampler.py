@@ -7,7 +7,7 @@ only tokens are returned. vLLM: `_sample` in `v1/worker/gpu_model_runner.py`.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -87,7 +87,7 @@ def is_plain(params: SamplingParams) -> bool:
     return params.is_greedy and not modified and params.logprobs is None
 
 
-@lru_cache
+@cache
 def plain_metadata(num_rows: int, device: torch.device) -> SamplingMetadata:
     """Return the metadata of `num_rows` plain rows, which have equal parameters: it is cached per number of rows."""
     return SamplingMetadata(
