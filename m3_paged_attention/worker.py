@@ -50,6 +50,7 @@ class GPUWorker:
                 f"{self.model_runner.max_num_seqs} requests does not fit on {self.device}: use smaller ones"
             ) from error
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # the memory of the run is for KV now
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - kv_bytes  # without the temporary KV of the run

@@ -18,11 +18,12 @@ layer and the sampler are not captured: they are a few launches, and their logit
 SGLang: `CudaGraphRunner`; vLLM: `CUDAGraphWrapper` and `CudagraphDispatcher`; mini-sglang: `GraphRunner`.
 """
 
+import functools
 import time
 from bisect import bisect_left
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -164,8 +165,12 @@ class GraphRunner:
         for bucket in buckets:
             self._graphs[bucket] = graph = torch.cuda.CUDAGraph()
             # Another engine's thread may allocate memory meanwhile, which a capture in "global" mode would forbid.
-            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                self._run(model, kv, bucket)
+            try:
+                with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+                    self._run(model, kv, bucket)
+            except BaseException:
+                _end_failed_capture(model.device, memory)
+                raise
         fixed = sum(tensor.nbytes for tensor in (*self.inputs.tensors(), self.output))
         growth = _used_bytes(model.device, is_alone) - used
         self.num_bytes = max(growth, 0) + fixed  # another program may free memory meanwhile
@@ -247,7 +252,23 @@ class GraphCapture:
         with current_device(model.device), ExitStack() as stack:  # also after an update of the weights
             if model.device.type == "cuda":
                 stack.enter_context(torch.cuda.stream(torch.cuda.current_stream()))
+                torch.cuda.graph.default_capture_stream = _capture_stream(model.device)
             return GraphRunner(model, kv, limits, is_alone=self.is_alone)
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> Any:
+    """Return the stream on which graphs of this device are captured. That of torch is on the device of the first
+    capture in the process."""
+    return torch.cuda.Stream(device)
+
+
+def _end_failed_capture(device: torch.device, memory: Any) -> None:
+    """Let the allocator of torch end a capture. It does so itself only behind one that succeeds; otherwise it would not
+    release memory any more."""
+    with suppress(AttributeError, RuntimeError):  # it has ended, or this is no build for CUDA
+        torch._C._cuda_endAllocateToPool(device.index, memory)
+        torch._C._cuda_releasePool(device.index, memory)
 
 
 def _used_bytes(device: torch.device, is_alone: bool) -> int:

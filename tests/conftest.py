@@ -56,6 +56,12 @@ LEFT_OUT = pytest.StashKey[list[str]]()
 SAMPLED_APART = ("gpu", "interpreter", "alone")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """A GPU has one memory: tests that measure it run one after the other."""
+    return 1 if HAS_GPU else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported: how many examples hypothesis makes."""
     settings.load_profile("all" if wants_all(config) else "few")

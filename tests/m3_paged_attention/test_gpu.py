@@ -205,7 +205,7 @@ def test_bfloat16_logits_are_as_close_as_transformers_and_agree_where_the_best_i
 
 def test_a_share_of_the_device_is_measured_and_kept(directory: Callable[[str], Path]) -> None:
     """Many long requests, so that nothing but the share bounds the number of blocks."""
-    limits = {"max_num_seqs": 65_536, "max_num_batched_tokens": 65_536}
+    limits = {"max_num_seqs": 8_192, "max_num_batched_tokens": 65_536}
     share = 0.3
     with build(directory("embedded"), scheduler=limits, gpu_memory_utilization=share) as engine:
         stats, spec = engine.stats(), engine.engine_core.executor.kv_cache_spec(16)
@@ -262,6 +262,7 @@ def test_requests_are_swapped_to_pinned_memory_and_back(directory: Callable[[str
 
 
 def test_a_closed_engine_gives_its_memory_back(directory: Callable[[str], Path]) -> None:
+    torch.ones(16, 16, device="cuda").mm(torch.ones(16, 16, device="cuda"))  # cuBLAS keeps a workspace from here on
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -59,8 +59,10 @@ def test_a_page_is_read_behind_its_kernels_and_before_later_ones_and_nobody_wait
     blocks, store = pair.ours.storages[0].blocks, pair.ours.store
     value = torch.randint(256, (blocks[:, 7].nbytes,), dtype=torch.uint8, device="cuda").view(blocks.dtype)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # torch warns once that the mode is a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         torch.cuda._sleep(LONG)
         blocks[:, 7] = value.view_as(blocks[:, 7])
         ticket = pair.source.send("d", [7])
