@@ -105,8 +105,8 @@ class DecodeSide(EngineSide[KVReceiver]):
 
     def _take_arrived(self) -> None:
         """Put chunks that have come into their pages, in order, unless their request has ended; their frames are free
-        in any case. Pages are written here and nowhere else, between two steps: those of an ended request may belong
-        to another one by now."""
+        then, and not before: on a CPU the pages are written from them. Pages are written here and nowhere else, between
+        two steps: those of an ended request may belong to another one by now."""
         while self.in_flight:
             coming = self.in_flight[0]
             occupied, arrival = coming.occupied, coming.arrival
@@ -114,16 +114,18 @@ class DecodeSide(EngineSide[KVReceiver]):
             if not arrival.copy.is_done():
                 return
             del self.in_flight[0]
-            self.say(occupied.peer, Taken(arrival.ticket.number, True))
-            if not self._has_pages(occupied):
-                continue
+            is_written = False
             try:
-                arrival.write()
+                if self._has_pages(occupied):
+                    arrival.write()
+                    is_written = True
             except TransferError as error:
                 self.fail(occupied, error)
-                continue
-            self._emit_received(coming, tuple(arrival.pages))
-            self._join_if_complete(occupied)
+            finally:
+                self.say(occupied.peer, Taken(arrival.ticket.number, True))
+            if is_written:
+                self._emit_received(coming, tuple(arrival.pages))
+                self._join_if_complete(occupied)
 
     def _has_pages(self, occupied: Occupied[KVReceiver]) -> bool:
         """Return whether the request of a room waits for KV, and the pages for it are its own."""

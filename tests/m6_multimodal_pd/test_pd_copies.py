@@ -18,6 +18,7 @@ import torch
 from m1_single_request.trace_readers import Records
 from m6_multimodal_pd import RequestOutput
 from m6_multimodal_pd.disaggregation import staging
+from m6_multimodal_pd.disaggregation.decode_side import DecodeSide
 from m6_multimodal_pd.disaggregation.events import PathChosen
 from m6_multimodal_pd.disaggregation.runtime import child, device_memory
 from m6_multimodal_pd.disaggregation.runtime.device_memory import DeviceSegments, page_lock
@@ -102,6 +103,31 @@ def test_any_traffic_gets_the_tokens_of_one_engine_while_copies_are_late(
         assert {where.partition(":")[0] for where in paths_of(group)} == {path}
         assert any(copy.num_polls < -1 for copy in late_copies.everywhere), "some copy had to wait for another"
         group.check_flushed()
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["", "with checksums"])
+def test_the_other_engine_may_write_to_frames_as_soon_as_they_are_taken(
+    seeing_directory: Path, wanted: Answers, monkeypatch: pytest.MonkeyPatch, debug: bool
+) -> None:
+    rows: dict[int, torch.Tensor] = {}
+    receive, say = StagedTarget.receive, DecodeSide.say
+
+    def received(self: StagedTarget, source: str, ticket: Ticket, pages: Any) -> Any:
+        arrival = receive(self, source, ticket, pages)
+        rows[ticket.number] = arrival.copy.rows
+        return arrival
+
+    def said(self: DecodeSide, peer: str, body: Any) -> None:
+        if isinstance(body, Taken) and body.number in rows:
+            rows.pop(body.number).fill_(POISON)  # a process writes at once: it has a core of its own
+        say(self, peer, body)
+
+    monkeypatch.setattr(StagedTarget, "receive", received)
+    monkeypatch.setattr(DecodeSide, "say", said)
+    with Group(seeing_directory, 1, 1, **setting(3, 12, tokens=128, debug=debug)) as group:
+        group.add(ASKED)
+        group.run()
+        check_alike(group.last, wanted)
 
 
 # --- one chunk, looked at ---------------------------------------------------------------------------------------------
