@@ -24,9 +24,10 @@ class LLMEngine(RadixEngine):
     def update_weights(self, model: str | Path) -> None:
         """Overwrite the weights by those of another checkpoint of the same model; the caches are flushed.
 
-        Raises `EngineUsageError` with unfinished requests, for a `model_loader` of your own and for drawn weights, and
-        `ModelLoadError` for weights that do not fit. Then nothing has changed. If a file cannot be read to its end,
-        the weights of before are loaded again (`ModelLoadError`); if they cannot be, the engine is dead
+        Raises `EngineUsageError` with unfinished requests, for a `model_loader` of your own and for drawn weights,
+        `ModelLoadError` for weights that do not fit, and `ConfigError` for a model with fewer positions than
+        `max_model_len`. Then nothing has changed. If a file cannot be read to its end, the weights of before are loaded
+        again (`ModelLoadError`); if they cannot be, the engine is dead
         (`EngineDeadError`), and in a group that engine is lost (`EngineLostError`).
         """
         self._check_usable()

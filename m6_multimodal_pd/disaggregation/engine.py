@@ -115,7 +115,8 @@ class Engine:
     def tick(self, messages: Iterable[ToEngine] = ()) -> bool:
         """Handle messages, run a step if there is one to run, and send its results. Returns whether a step ran.
 
-        Raises `EngineDeadError`, after everything is sent, if the device was lost: the engine cannot be used any more.
+        Raises `EngineDeadError` if the device is lost: the engine cannot be used any more. The results of a step that
+        finds it lost are sent before; a copy of KV that does raises at once.
         """
         for message in messages:
             if isinstance(message, Call):
@@ -153,6 +154,8 @@ class Engine:
                 return asdict(self.core.stats())
             case "flush_cache":
                 return self.core.flush_cache()
+            case "check_weights":
+                self.core.operations.weight_loader.check(call.argument)
             case "update_weights":
                 if self.core.scheduler.marked:  # requests that the router has aborted before end first
                     self.core.run_step()

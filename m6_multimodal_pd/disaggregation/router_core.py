@@ -9,7 +9,6 @@ import math
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -19,7 +18,7 @@ from m1_single_request.outputs import EngineStats as SingleRequestStats, Request
 from m6_multimodal_pd.disaggregation.members import Member
 from m6_multimodal_pd.disaggregation.router import ON_JOINING, Router
 from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT
-from m6_multimodal_pd.disaggregation.runtime.messages import Call, Joined
+from m6_multimodal_pd.disaggregation.runtime.messages import WITHOUT_LIMIT, Call, Joined
 from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.multimodal.media_intake import MediaIntake
 from m6_multimodal_pd.outputs import EngineStats
@@ -112,14 +111,16 @@ class RouterCore(EngineCoreBase):
         return True
 
     def update_weights(self, model: str) -> None:
-        """Load other weights on all engines; if one of them fails, load the previous ones again.
+        """Check on all engines that other weights fit, and load them; if one engine fails then, load the previous ones
+        again.
 
-        Raises `EngineUsageError` while requests are unfinished, and the error of an engine; one that can restore
-        neither weights is lost.
+        Raises `EngineUsageError` while requests are unfinished, and the error of an engine: one of the check changes
+        nothing. An engine that cannot load the previous weights again is lost.
         """
         if self.has_unfinished_requests():
             raise EngineUsageError("weights are exchanged between requests, and some are unfinished")
         check_loader(self._parts)
+        self.call_all("check_weights", model)
         previous = self.router.weights
         try:
             self.router.weights = model
@@ -132,16 +133,15 @@ class RouterCore(EngineCoreBase):
             raise
 
     def _restore_weights(self, model: str) -> None:
-        """Load the weights of `model` on all engines; if that is interrupted, drop the engines."""
+        """Load the weights of `model` on all engines; drop those that cannot, and all of them if it is interrupted."""
+        failed = list(self.router.members.values())
         try:
-            with suppress(EngineLostError):  # a lost engine has no weights to restore
-                self.call_all("update_weights", model)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                with self.changing():
-                    for name in list(self.router.members):
-                        self.router.lose(name, "an update of its weights was interrupted")
-            raise
+            asked = [member for member, _ in self._call("update_weights", model, math.inf) if not member.is_lost]
+            failed = [member for member in asked if member.answers["update_weights"].fault is not None]
+        finally:
+            with self.changing():
+                for member in failed:
+                    self.router.lose(member.name, f"it has not loaded {shown(model)} again")
 
     def call_all(self, verb: Any, argument: str = "") -> dict[str, Any]:
         """Call all engines; return their results by name, without the engines that were lost meanwhile.
@@ -149,14 +149,14 @@ class RouterCore(EngineCoreBase):
         Raises the first error that an engine reports; `EngineLostError` if an engine does not answer in time or was
         lost while it loaded weights, or if none is left that could answer.
         """
-        asked = self._call(verb, argument, math.inf if verb == "update_weights" else CALL_TIMEOUT_S)
+        asked = self._call(verb, argument, math.inf if verb in WITHOUT_LIMIT else CALL_TIMEOUT_S)
         results = {}
         for member, has_answered in asked:
             if has_answered:
                 results[member.name] = member.result_of(verb)
             elif not member.is_lost:
                 raise EngineLostError(f"engine {member.name!r} does not answer {verb} within {CALL_TIMEOUT_S:g} s")
-            elif verb == "update_weights":  # the weights may be the cause
+            elif verb in WITHOUT_LIMIT:  # the weights may be the cause
                 raise EngineLostError(f"engine {member.name!r} was lost while it loaded {shown(argument)}")
         if not results and verb != "flush_cache":
             cause = "all engines were lost before they answered" if asked else "there is no engine left"

@@ -101,42 +101,79 @@ def test_weights_that_do_not_fit_change_nothing(group: Any, model: Any, answers:
         assert engine.chat(QUESTION, PARAMS).text == answers[0]
 
 
-def test_if_one_engine_cannot_change_its_weights_none_does(other_model: Path, answers: tuple[str, str]) -> None:
+def test_weights_that_do_not_fit_are_not_exchanged_and_put_back(tmp_path: Path, answers: tuple[str, str]) -> None:
+    """So the files of the old ones may be gone, and the caches keep what they have."""
+    first = Path(shutil.copytree(DEFAULT_MODEL, tmp_path / "first"))
+    with made(DisaggregationConfig(transport="in_process"), first) as engine:
+        assert engine.chat(QUESTION, PARAMS).text == answers[0]
+        shutil.rmtree(first)
+        with pytest.raises(ModelLoadError, match="is not that of the model that runs"):
+            engine.update_weights(TEXT_MODEL)
+        output = engine.chat(QUESTION, PARAMS)
+        assert output.text == answers[0] and output.metrics.cached_tokens > 0
+
+
+def break_decode(engine: LLMEngine, phase: str, model: Path) -> Any:
+    """The decode engine fails in this phase of loading a model. Return the router."""
+    router: Any = engine.engine_core.router  # type: ignore[attr-defined]
+    loader = router.links.engines["decode-0"].core.operations.weight_loader
+    usual = getattr(loader, phase)
+
+    def broken(model_or_checkpoint: Any) -> Any:
+        if str(model) in str(model_or_checkpoint):
+            raise ModelLoadError("the disk is full")
+        return usual(model_or_checkpoint)
+
+    setattr(loader, phase, broken)
+    return router
+
+
+@pytest.mark.parametrize("phase", ["check", "load"])
+def test_if_one_engine_cannot_change_its_weights_none_does(
+    phase: str, other_model: Path, answers: tuple[str, str]
+) -> None:
     with made(DisaggregationConfig(transport="in_process")) as engine:
-        core: Any = engine.engine_core
-        decode = core.router.links.engines["decode-0"].core
-        usual = decode.operations.weight_loader.check
-
-        def broken(model: str) -> Any:
-            if model == str(other_model):
-                raise ModelLoadError("the disk is full")
-            return usual(model)
-
-        decode.operations.weight_loader.check = broken
+        router = break_decode(engine, phase, other_model)
         with pytest.raises(ModelLoadError, match="the disk is full"):
             engine.update_weights(other_model)
-        assert engine.chat(QUESTION, PARAMS).text == answers[0]
+        assert engine.chat(QUESTION, PARAMS).text == answers[0] and len(router.members) == 2
 
 
-def interrupt_at_listening(router: Any, monkeypatch: pytest.MonkeyPatch, *, once: bool) -> None:
-    """Ctrl-C when the router has listened, once or each time."""
+def test_an_engine_that_has_the_new_weights_and_cannot_put_the_old_ones_back_is_lost(
+    other_model: Path, tmp_path: Path
+) -> None:
+    """Else one engine would compute prompts with other weights than another one answers."""
+    first = Path(shutil.copytree(DEFAULT_MODEL, tmp_path / "first"))
+    with made(DisaggregationConfig(transport="in_process"), first) as engine:
+        router = break_decode(engine, "load", other_model)
+        shutil.rmtree(first)
+        with pytest.raises(ModelLoadError, match="the disk is full"):
+            engine.update_weights(other_model)
+        assert "prefill-0" not in router.members
+
+
+def interrupt_at_listening(router: Any, monkeypatch: pytest.MonkeyPatch, *, verb: str, once: bool) -> None:
+    """Ctrl-C when the router has listened for answers to a call, once or each time."""
     usual = router.listen
 
     def interrupted(timeout_s: float) -> None:
-        if once:
+        is_called = any(verb in member.calls.values() for member in router.members.values())
+        if is_called and once:
             monkeypatch.setattr(router, "listen", usual)
         usual(timeout_s)
-        signal.raise_signal(signal.SIGINT)
+        if is_called:
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(router, "listen", interrupted)
 
 
+@pytest.mark.parametrize("verb", ["check_weights", "update_weights"])
 def test_an_interrupt_while_weights_are_exchanged_leaves_the_old_ones_on_all_engines(
-    other_model: Path, answers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    verb: str, other_model: Path, answers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with made(DisaggregationConfig(transport="in_process")) as engine:
         router: Any = engine.engine_core.router
-        interrupt_at_listening(router, monkeypatch, once=True)
+        interrupt_at_listening(router, monkeypatch, verb=verb, once=True)
         with pytest.raises(KeyboardInterrupt):
             engine.update_weights(other_model)
         assert router.weights is None and not any(member.calls for member in router.members.values())
@@ -149,7 +186,7 @@ def test_engines_that_an_interrupt_keeps_from_going_back_to_the_old_weights_are_
     """One Ctrl-C in the update, one while it is undone."""
     with made(DisaggregationConfig(transport="in_process")) as engine:
         router: Any = engine.engine_core.router
-        interrupt_at_listening(router, monkeypatch, once=False)
+        interrupt_at_listening(router, monkeypatch, verb="update_weights", once=False)
         with pytest.raises(KeyboardInterrupt):
             engine.update_weights(other_model)
         monkeypatch.undo()

@@ -24,6 +24,7 @@ from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.runtime.config_json import from_json
 from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
 from m6_multimodal_pd.disaggregation.runtime.messages import (
+    WITHOUT_LIMIT,
     Call,
     Failed,
     Heartbeat,
@@ -172,8 +173,8 @@ class Process:
                 messages = self._receive(0.0 if is_busy else idle_s)
                 if self.is_stopping:
                     return
-                loads_weights = any(isinstance(each, Call) and each.verb == "update_weights" for each in messages)
-                with nullcontext() if loads_weights else watchdog:  # loading weights has no limit
+                has_limit = not any(isinstance(each, Call) and each.verb in WITHOUT_LIMIT for each in messages)
+                with watchdog if has_limit else nullcontext():
                     is_busy = engine.tick(messages) or bool(messages)
                 if engine.side.rooms and time.monotonic() >= next_heartbeat:
                     self.socket.send(Heartbeat())

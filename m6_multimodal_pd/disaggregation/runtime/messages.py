@@ -108,11 +108,17 @@ class LengthFixed(Message, frozen=True):
     max_model_len: Count
 
 
+WITHOUT_LIMIT = ("check_weights", "update_weights")
+"""Verbs that may take any time: files are read, and may come from a hub before."""
+
+
 class Call(Message, frozen=True):
     """Execute the verb between two steps, and answer with this number."""
 
     number: Count
-    verb: Literal["stats", "flush_cache", "update_weights", "start_profile", "stop_profile", "shutdown"]
+    verb: Literal[
+        "stats", "flush_cache", "check_weights", "update_weights", "start_profile", "stop_profile", "shutdown"
+    ]
     argument: Text = ""
 
 
