@@ -12,7 +12,8 @@ class InvalidMediaError(InvalidRequestError):
 
 
 class TransferError(EngineError, RuntimeError):
-    """KV pages cannot go from one engine to another: the two do not fit together, or one of them broke the protocol.
+    """KV pages cannot go from one engine to another: the two do not fit together, one of them broke the protocol, or
+    there is no memory for a copy.
 
     It is raised before anything changes: no page was written, no frame is held.
     """

@@ -111,12 +111,13 @@ class EngineSide(ABC, Generic[T]):
 
     @abstractmethod
     def receive(self, origin: str, body: PeerMessage) -> None:
-        """Handle a message of another engine. Raises `TransferError` for an invalid one."""
+        """Handle a message of another engine. Raises `TransferError` for an invalid one, or without memory for a
+        copy."""
 
     @abstractmethod
     def after_step(self) -> None:
         """Send what is there to be sent, and leave the rooms of requests that have ended. Called in every tick, after
-        its step if it has one."""
+        its step if it has one. Raises `EngineDeadError` if a copy finds its device lost."""
 
     # --- for both sides -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ registers the tensors and lets the network card gather; SGLang: `KVArgs.kv_data_
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,17 @@ from m3_paged_attention.kv_storage import KVStorage
 from m6_multimodal_pd.errors import TransferError
 
 
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Raise `TransferError` if the device has no memory for a copy, `EngineDeadError` if it is lost."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TransferError(f"there is no memory for KV on its way: {error}") from error
+    except torch.AcceleratorError as error:
+        raise EngineDeadError(f"KV cannot be copied any more: {error}") from error
+
+
 class Copy:
     """A copy that a store has begun. On a CPU it is done then."""
 
@@ -29,18 +40,17 @@ class Copy:
         """`event`: of CUDA, behind the copy; None if it is done."""
         self.rows, self._event = rows, event  # uint8 [pages, page_bytes]: complete, and not before, when it is done
 
+    @device_errors()
     def is_done(self) -> bool:
         """Return whether the copy is done; does not wait. Raises `EngineDeadError` if the device is lost."""
-        try:
-            return self._event is None or bool(self._event.query())
-        except torch.AcceleratorError as error:
-            raise EngineDeadError(f"KV cannot be copied any more: {error}") from error
+        return self._event is None or bool(self._event.query())
 
 
 class PageStore:
     """The pages of one engine: the model's KV and, at the same page numbers, the draft model's.
 
-    It keeps the tensors alive: to release KV memory, drop the store as well.
+    It keeps the tensors alive: to release KV memory, drop the store as well. `read`, `fetch` and `write` raise
+    `TransferError` if the device has no memory for them, and `EngineDeadError` if it is lost.
     """
 
     def __init__(self, storages: Sequence[KVStorage]) -> None:
@@ -72,6 +82,7 @@ class PageStore:
         if len(set(pages)) != len(pages):
             raise TransferError(f"pages {shown(list(pages))}: one of them is named twice")
 
+    @device_errors()
     @torch.inference_mode()
     def read(self, pages: Sequence[int], rows: Tensor) -> Copy:
         """Begin to copy these pages into `rows`, uint8 `[len(pages), page_bytes]` on the host or on this device.
@@ -92,6 +103,7 @@ class PageStore:
             here.record_stream(self._stream)
         return Copy(rows, self._stream.record_event())
 
+    @device_errors()
     @torch.inference_mode()
     def fetch(self, rows: Tensor) -> Copy:
         """Begin to copy rows of the host, or of another engine's GPU, to this device, beside its steps. On a CPU they
@@ -103,6 +115,7 @@ class PageStore:
             here.copy_(rows, non_blocking=True)
         return Copy(here, self._stream.record_event())
 
+    @device_errors()
     @torch.inference_mode()
     def write(self, pages: Sequence[int], rows: Tensor) -> None:
         """Copy the rows of a `fetch` that is done into these pages, behind the kernels that are queued on the current
@@ -122,8 +135,8 @@ class PageStore:
     def _parts(self, pages: Sequence[int], rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Each storage, the page numbers on its device, and its share of the rows: `[len(pages), tensors, units]`."""
         shares = torch.split(rows.view(self._unit), self._widths, dim=1)
+        index = to_device(torch.tensor(pages, dtype=torch.int64), self.device)
         for memory, share in zip(self._memories, shares, strict=True):
-            index = to_device(torch.tensor(pages, dtype=torch.int64), self.device)
             yield memory, index, share.view(len(pages), *memory.shape[1:])
 
 

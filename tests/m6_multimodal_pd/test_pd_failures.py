@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from m1_single_request.errors import PartError
 from m6_multimodal_pd import EngineDeadError, ForwardError, KVCapacityError, RequestOutput, SamplingParams
+from m6_multimodal_pd.disaggregation import page_store
 from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks
 from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, FirstToken, Prefill, Received, Relay, Tokens
 from m6_multimodal_pd.disaggregation.staging import StagedSource
@@ -22,6 +24,7 @@ from m6_multimodal_pd.errors import EngineLostError, RemoteError, TransferError,
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting
 from tests.m6_multimodal_pd.seeing import asking
+from tests.m6_multimodal_pd.transfers import Memory
 
 Answers = dict[str, RequestOutput]
 LIMITS = setting(3, 12, tokens=128)
@@ -124,6 +127,53 @@ def test_who_aborts_may_ask_again_under_the_same_id_at_once(seeing_directory: Pa
             group.add({VICTIM: ASKED[VICTIM]})
             group.run()
             check_alike(group.last, wanted)
+
+
+# --- a device without memory ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_a_chunk_for_which_there_is_no_memory_costs_its_request_an_attempt_and_no_engine(
+    seeing_directory: Path, wanted: Answers, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """On either side."""
+    numbers, usual = count(), page_store.to_device
+
+    def full(*args: Any) -> Any:
+        if next(numbers) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return usual(*args)
+
+    monkeypatch.setattr(page_store, "to_device", full)
+    with Group(seeing_directory, **LIMITS) as group:
+        group.check_all(wanted, ASKED)
+        assert group.num_retries == 1 and group.engines.keys() == {"prefill-0", "decode-0"}
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), TransferError), (torch.AcceleratorError("gone"), EngineDeadError)],
+)
+@pytest.mark.parametrize("call", ["read", "fetch", "write", "is_done"])
+def test_errors_of_a_copy_s_device_are_those_of_a_transfer_or_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, call: str, error: Exception, raised: type[Exception]
+) -> None:
+    def fail_so(*args: Any, **options: Any) -> Any:
+        raise error
+
+    store = Memory(num_pages=3, seed=1).store
+    rows = torch.zeros((1, store.page_bytes), dtype=torch.uint8)
+    calls: dict[str, Callable[[], Any]] = {
+        "read": lambda: store.read([1], rows),
+        "fetch": lambda: store.fetch(rows),
+        "write": lambda: store.write([1], rows),
+        "is_done": page_store.Copy(rows, SimpleNamespace(query=fail_so)).is_done,
+    }
+    monkeypatch.setattr(page_store, "to_device", fail_so)
+    monkeypatch.setattr(torch.cuda, "stream", fail_so)
+    store._stream = object()  # as on a GPU
+    with pytest.raises(raised):
+        calls[call]()
 
 
 # --- engines that are lost --------------------------------------------------------------------------------------------
