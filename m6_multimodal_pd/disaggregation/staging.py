@@ -90,7 +90,8 @@ class Incoming:
 class StagedSource:
     """The end of a prefill engine: copies pages into segments, one of `num_frames` frames for each target.
 
-    Belongs to one thread. All errors are `TransferError`s; a call that raises one has changed no frame.
+    Belongs to one thread. All errors are `TransferError`s, and a call that raises one has changed no frame; but for
+    `EngineDeadError` if the device is lost.
     """
 
     def __init__(self, store: PageStore, segments: Segments, *, num_frames: int, checksums: bool = False) -> None:
@@ -169,9 +170,7 @@ class StagedSource:
     def release(self, target: str, number: int) -> None:
         """Free the frames of this ticket, and with the first one remove the segment's name: the target has mapped it,
         or never will (then it is `refused`). Raises for a number that is not in transit."""
-        outgoing = self.targets.get(target)
-        if outgoing is None or number in outgoing.copies or not outgoing.frames.free(number):
-            raise TransferError(f"target {shown(target)} releases {shown(number)}, which is not in transit to it")
+        outgoing = self._freed(target, number)
         if outgoing.is_offered:
             outgoing.is_offered = False
             self.tracer.emit(PathChosen, peer=target, path="GPU memory", why="it can read this GPU")
@@ -180,10 +179,7 @@ class StagedSource:
     def refused(self, target: str, number: int, why: str) -> None:
         """Drop the segment of this ticket, which the target could not map. The next pages go through another one, in
         host memory. Raises for a number that is not in transit."""
-        outgoing = self.targets.get(target)
-        if outgoing is not None:
-            outgoing.is_offered = False
-        self.release(target, number)
+        self._freed(target, number)
         self.forget(target)
         self.why_host[target] = f"it could not map the segment before: {why}"
 
@@ -209,6 +205,13 @@ class StagedSource:
 
     def _outgoing(self, segment: str, memory: Tensor, unlock: Callable[[], object]) -> Outgoing:
         return Outgoing(segment, memory.view(self.num_frames, -1), Frames(self.num_frames), unlock)
+
+    def _freed(self, target: str, number: int) -> Outgoing:
+        """Free the frames of a ticket, and return the segment that has them."""
+        outgoing = self.targets.get(target)
+        if outgoing is None or number in outgoing.copies or not outgoing.frames.free(number):
+            raise TransferError(f"target {shown(target)} releases {shown(number)}, which is not in transit to it")
+        return outgoing
 
     def _unlink(self, outgoing: Outgoing) -> None:
         if outgoing.is_linked:
@@ -242,8 +245,8 @@ class Arrival:
 class StagedTarget:
     """The end of a decode engine: copies pages out of the segments that sources have made for it.
 
-    Belongs to one thread. All errors are `TransferError`s; a call that raises one has written no page. A ticket is
-    checked in full before it is used: it may be late, or forged.
+    Belongs to one thread. All errors are `TransferError`s, and a call that raises one has written no page; but for
+    `EngineDeadError` if the device is lost. A ticket is checked in full before it is used: it may be late, or forged.
     """
 
     def __init__(self, store: PageStore, segments: Segments) -> None:

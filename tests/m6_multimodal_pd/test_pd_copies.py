@@ -5,7 +5,7 @@ GPUs in name (`late_copies.py`). What a real GPU does is in `test_pd_copies_gpu.
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -24,7 +24,15 @@ from m6_multimodal_pd.disaggregation.runtime import child, device_memory
 from m6_multimodal_pd.disaggregation.runtime.device_memory import DeviceSegments, page_lock
 from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks
-from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, DeviceSegment, FirstToken, Offer, Taken, Ticket
+from m6_multimodal_pd.disaggregation.runtime.messages import (
+    Call,
+    Chunk,
+    DeviceSegment,
+    FirstToken,
+    Offer,
+    Taken,
+    Ticket,
+)
 from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
 from m6_multimodal_pd.errors import TransferError
 from tests.m6_multimodal_pd.late_copies import (
@@ -382,6 +390,18 @@ def test_an_offer_that_makes_no_sense_is_refused_and_the_true_one_works(name: st
     assert ends.theirs.page(5) == ends.ours.page(3)
 
 
+def test_a_refusal_of_another_ticket_is_no_answer_to_an_offer() -> None:
+    source = StagedSource(Memory(num_pages=3, seed=1).store, GPUSegments(), num_frames=2)
+    offer = source.offer("d", GPUSegments.readable)
+    assert offer is not None
+    with pytest.raises(TransferError, match="not in transit"):
+        source.refused("d", offer.ticket.number + 1, "it is forged")
+    assert source.send("d", [1]) is None, "the target may map the segment yet"
+    source.refused("d", offer.ticket.number, "CUDA does not open it")
+    assert source.send("d", [1]) is not None
+    source.close()
+
+
 def test_a_late_ticket_of_gpu_memory_is_refused() -> None:
     LateStore.everywhere.clear()
     ends = Ends(GPUSegments())
@@ -435,6 +455,7 @@ def test_host_memory_is_page_locked_for_a_gpu_and_else_used_as_it_is(
 ) -> None:
     cudart, launches = Cudart(code), list[Any]()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cudart.calls.append((str(device),)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     memory = torch.empty(2**20, dtype=torch.uint8)
     monkeypatch.setattr(device_memory.torch, "zeros", lambda *args, **options: launches.append(options))
@@ -443,8 +464,8 @@ def test_host_memory_is_page_locked_for_a_gpu_and_else_used_as_it_is(
     assert bool(problem) == bool(launches) == bool(code)
     assert not code or "1.0 MiB of it cannot be page-locked (CUDA error 801)" in problem
     unlock()
-    assert cudart.calls[1:] == ([] if code else [(memory.data_ptr(),)])
-    assert page_lock(memory, torch.device("cpu"))[1] == "" and len(cudart.calls) == (1 if code else 2)
+    assert cudart.calls[1:] == ([] if code else [("cuda:1",), (memory.data_ptr(),)]), "the other end may copy yet"
+    assert page_lock(memory, torch.device("cpu"))[1] == "" and len(cudart.calls) == (1 if code else 3)
 
 
 def test_locked_memory_is_unlocked_when_it_goes_and_the_trace_says_what_is_not_locked(
@@ -491,3 +512,28 @@ def test_the_loop_of_a_process_sleeps_in_its_socket_but_not_past_a_copy(monkeypa
     process._work(SimpleNamespace(side=side, joined=None, tick=lambda messages: False, close=lambda: None))
     assert waits == [0.0, child.COPY_POLL_S, child.COPY_POLL_S, child.HEARTBEAT_S, child.HEARTBEAT_S]
     assert 0 < child.COPY_POLL_S <= 0.002
+
+
+@pytest.mark.parametrize(("verb", "has_limit"), [("stats", True), ("check_weights", False), ("update_weights", False)])
+def test_a_call_that_reads_files_has_no_watchdog(monkeypatch: pytest.MonkeyPatch, verb: Any, has_limit: bool) -> None:
+    watched = list[object]()
+
+    @contextmanager
+    def watchdog() -> Iterator[None]:
+        watched.append(verb)
+        yield
+
+    monkeypatch.setattr(child, "Watchdog", lambda limit_s: watchdog())
+    process: Any = child.Process.__new__(child.Process)
+    process.config = SimpleNamespace(disaggregation=SimpleNamespace(step_timeout_s=1.0))
+    process.socket = SimpleNamespace(send=lambda message: None)
+    process.is_stopping = False
+
+    def tick(messages: Any) -> bool:
+        process.is_stopping = True
+        return False
+
+    process._receive = lambda timeout_s: [Call(1, verb)]
+    side = SimpleNamespace(in_flight=[], rooms={})
+    process._work(SimpleNamespace(side=side, joined=None, tick=tick, close=lambda: None))
+    assert bool(watched) == has_limit

@@ -11,7 +11,6 @@ the count is 0; for a process that was killed, or could not open it, until the o
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -91,4 +90,11 @@ def page_lock(memory: Tensor, device: torch.device, *, is_read_only: bool = Fals
             with suppress(RuntimeError):  # CUDA keeps the error, and the next launch would report it as its own
                 torch.zeros(1, device=device)
             return nothing, f"{size(memory.nbytes)} of it cannot be page-locked (CUDA error {code}), so copies wait"
-    return partial(cudart.cudaHostUnregister, memory.data_ptr()), ""
+    address = memory.data_ptr()
+
+    def unlock() -> None:
+        with suppress(torch.AcceleratorError):  # a lost device copies nothing any more
+            torch.cuda.synchronize(device)  # in one process, the other end copies on a stream of its own
+        cudart.cudaHostUnregister(address)
+
+    return unlock, ""
