@@ -6,8 +6,9 @@
     python -m m6_multimodal_pd.pd decode  --join tcp://127.0.0.1:5600 --keys group.json
 
 The router runs before an engine joins. It is the demo, with all its flags; an engine takes those of model, memory,
-scheduling and speculation, and drafts by its own flags. New in this milestone. SGLang: `--disaggregation-mode` and its
-router; vLLM: `--kv-transfer-config` and a proxy.
+scheduling and speculation, and drafts by its own flags. By default each of the two takes half of one device's memory;
+on GPUs of their own both have `--devices cuda:0,cuda:1`, and each its own `--device`. New in this milestone. SGLang:
+`--disaggregation-mode` and its router; vLLM: `--kv-transfer-config` and a proxy.
 """
 
 import argparse
@@ -87,7 +88,7 @@ def work(args: argparse.Namespace, console: Console) -> None:
     """Run an engine until its router is gone, or a signal ends it.
 
     It does not know the other engines. The flags --prefill, --decode and --devices describe them: engines on one device
-    divide its memory.
+    divide its memory. Without these flags, one other engine is on the same device, and each takes half of its memory.
     """
     for name in OF_REQUESTS:
         if getattr(args, name, None):

@@ -39,7 +39,8 @@ class DisaggregationConfig:
     tests and lessons."""
     transfer_buffer_bytes: PositiveInt = 64 * 2**20
     """Size of the memory between a prefill and a decode engine, for KV that was sent and is not read yet: of the
-    prefill engine's GPU if the decode engine can read it, else of the host."""
+    prefill engine's GPU if the decode engine can read it, else of the host. On a GPU neither this nor the chunks that
+    are being copied are part of the KV memory: they use what `gpu_memory_utilization` leaves free."""
     max_message_bytes: Annotated[int, Meta(ge=16_384, le=2**63 - 1)] = 256 * 2**20
     """Largest size of a message between router and engine; the images of a request are the largest part, and
     an engine's report of its state must fit."""
@@ -76,7 +77,7 @@ class DisaggregationConfig:
         if self.devices is None:
             return
         if self.address is not None:
-            raise ConfigError("devices has no effect on engines that are started by hand: each is given its own device")
+            raise ConfigError("devices has no effect on a router whose engines are started by hand: give it to them")
         named, num_engines = len(parsed_devices(self.devices)), self.prefill + self.decode
         if named != num_engines:
             raise ConfigError(
