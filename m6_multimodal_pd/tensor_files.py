@@ -23,10 +23,14 @@ class TensorFiles:
     """The tensors of some files, by name. At most one is in memory, until its copy is done."""
 
     def __init__(self, headers: Mapping[str, Header]) -> None:
-        """Find the tensors in the files; their types are those of `DTYPES`. Raises `OSError`."""
+        """Find the tensors in the files; their types are those of `DTYPES`. Raises `OSError`, also if a file has other
+        `headers` by now."""
         self.headers = headers
         self._states = {file: _state_of(file) for file in {header.file for header in headers.values()}}
-        self._starts = {name: start for file in self._states for name, start in _starts(file).items()}
+        stored = [each for file in self._states for each in _stored(file)]
+        self._starts = {name: start for name, _, start in stored}
+        if not headers.items() <= {(name, header) for name, header, _ in stored}:
+            raise OSError("a file was changed while it was read")
 
     def copy(self, name: str, target: Tensor) -> None:
         """Copy a tensor to `target`, with conversion to its type. Raises `OSError` if it cannot be read whole."""
@@ -50,10 +54,13 @@ def _state_of(file: Path) -> tuple[int, int, int]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _starts(file: Path) -> dict[str, int]:
-    """Return the position of every tensor in a file, in bytes."""
+def _stored(file: Path) -> list[tuple[str, Header, int]]:
+    """Return name and header of every tensor in a file, and its position, in bytes."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
-    return {name: 8 + length + stored["data_offsets"][0] for name, stored in header.items()}
+    return [
+        (name, Header(file, tuple(each["shape"]), each["dtype"]), 8 + length + each["data_offsets"][0])
+        for name, each in header.items()
+    ]

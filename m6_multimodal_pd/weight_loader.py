@@ -1,8 +1,9 @@
 """Weight loader: writes the weights of another checkpoint into the model that runs.
 
 A model in training, for example, is served without a restart. Between two requests no KV is in use, so each tensor is
-overwritten where it is. All addresses stay, so CUDA graphs and the tables of the one-call step stay valid, and the
-memory that is needed beside the model is that of one tensor. There are two passes:
+overwritten where it is. All addresses stay, so CUDA graphs and the tables of the one-call step stay valid. The
+memory that is needed beside the model is that of one tensor; on a CPU, where layers may be packed, also that of one
+weight unpacked and packed anew. There are two passes:
 
     check   everything but the tensors: config, tokenizer, headers. What does not fit is an error, and changes nothing
     load    one tensor after the other: read, converted, and packed where the backend multiplies a packed layout
@@ -147,7 +148,6 @@ def fixed_values(described: ModelDescription) -> dict[str, Any]:
         "vision_config": language and described.config.vision_config,
         "vocabulary": described.tokenizer.get_vocab(),
         "set of end-of-sequence ids": described.eos_token_ids,
-        "precision": described.dtype,
     }
 
 

@@ -28,6 +28,7 @@ from m6_multimodal_pd import (
     LLMEngine,
     ModelConfig,
     ModelLoadError,
+    weight_loader,
 )
 from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.model_loader import load_model
@@ -379,6 +380,24 @@ def test_files_that_change_while_they_are_read_leave_the_old_weights(
         assert output.token_ids == expected and output.metrics.cached_tokens == 0
         engine.update_weights(pair[1])
         assert answer(engine) != expected
+
+
+def test_a_file_that_is_replaced_behind_its_check_is_not_read(
+    pair: tuple[Path, Path], running: LLMEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors may be of other shapes and types."""
+    path = Path(shutil.copytree(pair[1], tmp_path / "other"))
+    usual, expected = weight_loader.checked_headers, answer(running)
+
+    def replaced(*args: Any, **options: Any) -> Any:
+        headers = usual(*args, **options)
+        edit_weights(path, lambda each: each.update({Q_PROJ: each[Q_PROJ].to(torch.float64)}))
+        return headers
+
+    monkeypatch.setattr(weight_loader, "checked_headers", replaced)
+    with pytest.raises(ModelLoadError, match="was changed while it was read"):
+        running.update_weights(path)
+    assert answer(running) == expected
 
 
 def test_without_the_old_files_the_engine_is_dead(
