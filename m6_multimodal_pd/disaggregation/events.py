@@ -73,7 +73,7 @@ class ChunkSent(Event):
     is_last: bool
     """True for the last chunk of the transfer."""
     seconds: float = volatile()
-    """Time from the begin of copying them until they were found there."""
+    """Time from the beginning of copying them until they were found there."""
 
     def brief(self) -> str:
         return f"sent: {some(self.num_pages, 'page')} of {self.rid}"
@@ -105,7 +105,7 @@ class ChunkReceived(Event):
     num_bytes: int
     """Their size."""
     seconds: float = volatile()
-    """Time from the begin of copying them until they were found there."""
+    """Time from the beginning of copying them until they were found there."""
 
     def brief(self) -> str:
         return f"received: {some(len(self.pages), 'page')} of {self.rid}"
