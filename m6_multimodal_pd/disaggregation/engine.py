@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.worker import current_device
 from m6_multimodal_pd.disaggregation.decode_scheduler import DecodeScheduler
 from m6_multimodal_pd.disaggregation.decode_side import DecodeSide
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide
@@ -118,15 +119,16 @@ class Engine:
         Raises `EngineDeadError` if the device is lost: the engine cannot be used any more. The results of a step that
         finds it lost are sent before; a copy of KV that does raises at once.
         """
-        for message in messages:
-            if isinstance(message, Call):
-                self._answer(message)
-            else:
-                self.side.handle(message)
-        has_stepped = self.has_work()
-        if has_stepped:
-            self.core.run_step()
-        self.side.after_step()
+        with current_device(self.store.device):  # streams of copies would open another one as well
+            for message in messages:
+                if isinstance(message, Call):
+                    self._answer(message)
+                else:
+                    self.side.handle(message)
+            has_stepped = self.has_work()
+            if has_stepped:
+                self.core.run_step()
+            self.side.after_step()
         if self.reporter is not None:
             self.reporter.flush()
         if self.core.dead is not None:
@@ -136,7 +138,8 @@ class Engine:
     def close(self) -> None:
         """Release all memory."""
         if self.core is not None:
-            self.side.transport.close()
+            with current_device(self.store.device):
+                self.side.transport.close()
             self.core.close()
 
     def _answer(self, call: Call) -> None:

@@ -19,6 +19,7 @@ from m3_paged_attention import device_limits, kv_cache_config
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.worker import current_device
+from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.graph_runner import GraphRunner
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from m6_multimodal_pd.models.vision import VisionTower
@@ -29,6 +30,7 @@ WORK: tuple[tuple[type, tuple[str, ...]], ...] = (
     (VisionTower, ("encode",)),
     (KVStorage, ("__init__", "copy_blocks", "swap_in", "swap_out")),
     (GraphRunner, ("__init__", "__call__")),
+    (PageStore, ("read", "fetch", "write")),
 )
 """What runs kernels, or reserves memory that is pinned or kept."""
 
