@@ -106,6 +106,13 @@ def test_arrays_travel_beside_the_head() -> None:
     assert len(frames[0]) < 100
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (6,), (1, 1)])
+def test_an_array_is_not_copied_where_its_bytes_are_those_of_its_frame(shape: tuple[int, ...]) -> None:
+    array = np.ones(shape, np.float32)
+    _, frame = CODEC.encode(Tree(pictures=[array]))
+    assert np.shares_memory(np.frombuffer(frame, np.uint8), array)
+
+
 @pytest.mark.parametrize("start", range(4))
 def test_received_arrays_may_be_written_to_wherever_the_frame_begins(start: int) -> None:
     first, *others = CODEC.encode(PICTURE)

@@ -6,7 +6,7 @@ SGLang: `get_zmq_socket` in `utils/common.py`.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import ceil
 from typing import Generic, TypeVar
@@ -17,7 +17,7 @@ from m1_single_request.errors import ConfigError, shown
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.runtime.door import HANDSHAKE_TIMEOUT_S
 from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec, Frame
 
 M = TypeVar("M")
 
@@ -84,7 +84,7 @@ class Endpoint(Generic[M]):
                 found.append(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
         return found
 
-    def _write(self, frames: list[bytes]) -> None:
+    def _write(self, frames: Sequence[Frame]) -> None:
         """Queue a message. Raises `zmq.Again` if as many as `MAX_QUEUED` wait."""
         self._socket.send_multipart(frames, zmq.NOBLOCK)
 

@@ -52,8 +52,8 @@ class Codec(Generic[M]):
         """Of one message, all frames together."""
         self._type = message_type
 
-    def encode(self, message: M) -> list[bytes]:
-        """Return the frames of `message`: the head, then one for each array.
+    def encode(self, message: M) -> list[Frame]:
+        """Return the frames of `message`: the head, then one for each array, with which it may share memory.
 
         Raises WireError if it is larger than the limits, or has a value that cannot be sent.
         """
@@ -62,7 +62,7 @@ class Codec(Generic[M]):
             head = msgspec.msgpack.encode(message, enc_hook=arrays.add)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise WireError(f"a {type(message).__name__} cannot be sent: {shown(str(error))}") from error
-        frames = [head, *arrays.frames]
+        frames: list[Frame] = [head, *arrays.frames]
         self._check_sizes([len(frame) for frame in frames])
         return frames
 
@@ -94,7 +94,7 @@ class ArrayWriter:
     """Puts the arrays of one message into frames, in the order in which they are encoded."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.frames: list[bytes] = []
+        self.frames: list[memoryview] = []
         self._bytes_left = max_bytes
 
     def add(self, value: object) -> ArrayHead | float | int | str:
@@ -113,7 +113,7 @@ class ArrayWriter:
         self._bytes_left -= value.nbytes
         if self._bytes_left < 0:
             raise WireError(f"an array of {value.nbytes} bytes is {-self._bytes_left} too large for its message")
-        self.frames.append(value.astype(dtype, copy=False).tobytes())
+        self.frames.append(np.ascontiguousarray(value, dtype).ravel().view(np.uint8).data)  # copied only if it must be
         return ArrayHead(value.dtype.name, value.shape, len(self.frames))
 
 
