@@ -46,7 +46,7 @@ class Req(TextReq):
         return super().key
 
     def take_back(self, num_tokens: int) -> None:
-        """Remove the last output tokens, which were placeholders, also from the key if somebody has read it."""
+        """Remove the last output tokens, which were placeholders, also from the key if it has been made."""
         tokens = self.sequence.output_token_ids
         del tokens[len(tokens) - num_tokens :]
         if self._key is not None and len(self._key) > self.seqlen:
