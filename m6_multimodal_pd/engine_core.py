@@ -118,9 +118,7 @@ class EngineCore(RadixEngineCore):
         """Queue the requests whose images were read, run one step, and add it to the totals. While all requests wait
         for images there is no step."""
         self.check_alive()
-        for request in self.media_intake.take_read():
-            self.add_request(request)
-        if self.media_intake.is_only_reading:
+        if not self.media_intake.begin_step(self.add_request):
             return {}
         outputs = super().run_step()
         self._encoder_totals = self.encoder.totals

@@ -34,18 +34,18 @@ class MediaAwaited(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MediaProcessLost(Event):
-    """A process that reads images has ended. Another one takes its place."""
+    """A process that reads images is lost, and was ended. The next image that waits starts another one."""
 
     style: ClassVar[str] = "red"
-    what: str
-    """The image that it had."""
+    what: str | None
+    """The image that it had; None if it had none."""
+    cause: str
     status: int | None
     """Its exit status; minus the number of a signal that has killed it. None if it does not end."""
 
     def explain(self) -> str:
-        return (
-            f"A process that reads images has ended (status {self.status}), with {self.what}. Another one is started."
-        )
+        item = "" if self.what is None else f", with {self.what}"
+        return f"A process that reads images is lost{item}: {self.cause} (status {self.status})."
 
 
 @dataclass(frozen=True, kw_only=True)

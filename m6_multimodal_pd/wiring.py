@@ -71,7 +71,8 @@ class PreparedEngine:
         prefix_cache_class(config.cache, parts)  # raises before the model is loaded
         loaded = load(config.model)
         self.media = media_reader_of(config, parts, loaded)  # first: an error of its files comes before measurements
-        self.media_pool = media_pool_of(self.media, parts, tracer)
+        group = config.disaggregation
+        self.media_pool = None if group else media_pool_of(self.media, parts, tracer)  # a group has one at its router
         self.drafting = load_draft_model(
             load, config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
         )
@@ -80,7 +81,6 @@ class PreparedEngine:
         budget = config.multimodal.budget(device.type)
         self.encoder = parts["encoder"](tower=loaded.vision, cache=embeddings, budget=budget, tracer=tracer)
         self.threads = step_threads(tracer, loaded, self.drafting)
-        group = config.disaggregation
         self.num_engines = num_engines = 1 if group is None else group.num_engines_on(device)
         self.loaded, self.runs, self.kv_budget = fit_to_memory(loaded, self._make, config, num_shares=num_engines)
 

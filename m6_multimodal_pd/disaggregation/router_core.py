@@ -56,9 +56,7 @@ class RouterCore(EngineCoreBase):
         """Queue the requests whose images were read, and run one step. While all requests wait for images there is no
         step."""
         self.check_alive()
-        for request in self.families.take_read():
-            self.add_request(request)
-        return {} if self.families.is_only_reading else super().run_step()
+        return super().run_step() if self.families.begin_step(self.add_request) else {}
 
     def step(self) -> dict[str, RequestOutput]:
         """Receive the messages of the engines, for 50 ms at most; return the output of every request that changed."""

@@ -19,7 +19,7 @@ from typing import IO, Any, Generic, TypeVar
 import msgspec
 
 from m1_single_request.errors import shown
-from m6_multimodal_pd.disaggregation.runtime.wire import ArrayReader, ArrayWriter
+from m6_multimodal_pd.disaggregation.runtime.wire import ArrayReader, ArrayWriter, Frame
 from m6_multimodal_pd.errors import WireError
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from m6_multimodal_pd.multimodal.decode_video import Frames
@@ -114,9 +114,10 @@ class Channel(Generic[M]):
         other end is closed."""
         arrays = ArrayWriter(sys.maxsize)
         try:
-            frames = [msgspec.msgpack.encode(message, enc_hook=arrays.add), *arrays.frames]
+            head = msgspec.msgpack.encode(message, enc_hook=arrays.add)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise WireError(f"a {type(message).__name__} cannot be sent: {shown(str(error))}") from error
+        frames: list[Frame] = [head, *arrays.frames]
         with memory_file() as file:
             for frame in frames:
                 file.seek(-file.tell() % ALIGNMENT, os.SEEK_CUR)
@@ -127,11 +128,11 @@ class Channel(Generic[M]):
 
     def receive(self) -> M:
         """Wait for a message, and return it; its arrays are in the memory of the file. Raises `EOFError` if the other
-        end is closed, `OSError` if it was lost."""
+        end is closed, `OSError` if it was lost, and any other error for bytes that are no message."""
         sizes, descriptors, _, _ = socket.recv_fds(self.connection, LONGEST_SIZES, 1)
         if not descriptors:
             raise EOFError("the other end is closed")
-        with open(descriptors[0], "rb") as file:  # a private mapping: arrays may be written to, and nobody sees it
+        with open(descriptors[0], "rb") as file:  # a private mapping: to write to its arrays changes no other process
             memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         frames, start = [], 0
         for size in msgspec.msgpack.decode(sizes, type=list[int]):

@@ -1,6 +1,6 @@
 """Intake of requests whose images are read by other processes: they wait here, in front of the scheduler.
 
-The scheduler does not know of them, so that its steps go on. What has been read when a step begins is used: a request
+The scheduler does not have them, so that its steps go on. What has been read when a step begins is used: a request
 whose images are all there is built again, with their placeholders in its prompt, and joins the waiting queue behind the
 requests that came meanwhile. So a text may overtake an image, and the order depends on the time that reading takes; the
 trace has it (`media_awaited`, `request_added`), and no token depends on it. A request that is aborted, or whose image
@@ -8,7 +8,7 @@ cannot be used, joins the queue marked, and the scheduler ends it with the next 
 milestone. vLLM and SGLang: `AsyncLLM` and `TokenizerManager` await the images of a request before they send it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from m1_single_request.request import BaseFinishReason, FinishError, Request
@@ -24,7 +24,7 @@ LONGEST_WAIT_S = 0.05
 class MediaIntake(RequestFamilies):
     """m3's families, behind requests that wait for their images.
 
-    `add_request` keeps such a request, `finish_requests` and `reset` end it, and `is_taken` knows its ids.
+    `add_request` keeps such a request, `finish_requests` and `reset` end it, and its ids count as taken (`is_taken`).
     """
 
     def __init__(self, *, scheduler: Any, tracer: Tracer, input_processor: Any) -> None:
@@ -57,22 +57,23 @@ class MediaIntake(RequestFamilies):
         self._ids.update(ids_of(request))
         self.pool.submit(unread.jobs)
 
-    def take_read(self) -> list[Request]:
-        """Return the requests whose images are all read since the last call, complete and in order of arrival; mark
-        those whose images cannot be used. If no other request can run, wait a moment for one."""
-        if not self.reading or not self.pool.receive(LONGEST_WAIT_S if self.is_only_reading else 0.0):
-            return []
-        complete = []
-        for request_id, request in list(self.reading.items()):
-            try:
-                whole = self.input_processor.completed(request)
-            except Exception as error:  # of the image, of a prompt that is too long, of a user's tokenizer
-                self.finish_requests([request_id], FinishError(error))
-                continue
-            if whole is not None:
-                self._forget(request)
-                complete.append(whole)
-        return complete
+    def begin_step(self, add: Callable[[Request], None]) -> bool:
+        """Call `add` with the requests whose images are all read since the last call, complete and in order of arrival;
+        mark those whose images cannot be used. If no other request can run, wait a moment for one.
+
+        Returns whether there is a step to run: not while all requests wait for images.
+        """
+        if self.reading and self.pool.receive(LONGEST_WAIT_S if self.is_only_reading else 0.0):
+            for request_id, request in list(self.reading.items()):
+                try:
+                    whole = self.input_processor.completed(request)
+                    if whole is not None:
+                        self._ids.difference_update(ids_of(request))  # `add` checks that they are free
+                        add(whole)
+                        self._forget(request)
+                except Exception as error:  # of the image, of a prompt that is too long, of a part of the user's own
+                    self.finish_requests([request_id], FinishError(error))
+        return not self.is_only_reading
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark requests to end. Returns the ids that were marked."""

@@ -1,10 +1,10 @@
 """Processes that read media for an engine, each one item at a time; all others wait here.
 
 They start when the first item comes. A process that dies while it reads is replaced, and its item is read once more:
-the system may have killed it for memory that others took. An item whose second process dies, too, fails. Nothing here
-waits for a process, except `receive` for as long as its caller allows. New in this milestone. vLLM reads media in
-threads of the process of its API server, apart from the engine core; SGLang: `io_executor` and `cpu_executor` of its
-`BaseMultimodalProcessor`.
+the system may have killed it for memory that others took. An item whose second process dies, too, fails. A process
+whose item is canceled is killed: it may read it for ever. Nothing here waits for an item, except `receive` for as long
+as its caller allows. New in this milestone. vLLM reads media in threads of the process of its API server, apart from
+the engine core; SGLang: `io_executor` and `cpu_executor` of its `BaseMultimodalProcessor`.
 """
 
 import os
@@ -51,6 +51,7 @@ class MediaJob:
     result: ProcessedItem | Exception | None = None
     """None until it is read."""
     num_attempts: int = 0
+    """Processes that were lost while they had it."""
 
     @classmethod
     def of(cls, unread: dict[str, Any] | Picture | Frames, what: str) -> "MediaJob":
@@ -73,6 +74,7 @@ class MediaProcess:
         command = [sys.executable, "-P", str(Path(media_process.__file__)), str(descriptor)]
         try:
             with theirs:
+                self.channel.send(Order(settings))  # first: it waits in the socket, and a failure leaves no process
                 self.process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -81,9 +83,8 @@ class MediaProcess:
                     pass_fds=[descriptor],
                     process_group=0,
                 )
-            self.channel.send(Order(settings))
         except BaseException:
-            ours.close()  # which ends a process that has started
+            ours.close()
             raise
 
     def end(self) -> int | None:
@@ -112,10 +113,13 @@ class MediaPool:
         self._dispatch()
 
     def cancel(self, jobs: Collection[MediaJob]) -> None:
-        """Remove jobs. One that a process has is read to its end, and its result is of no use."""
+        """Remove jobs, and end the processes that have one. The next `receive` starts others if jobs wait for them."""
         for job in jobs:
             with suppress(ValueError):
                 self.waiting.remove(job)
+        for process in [each for each in self.processes if each.job in jobs]:
+            self.processes.remove(process)
+            process.end()
 
     def receive(self, timeout_s: float) -> list[MediaJob]:
         """Return the jobs that have a result since the last call. Wait at most `timeout_s` seconds for one."""
@@ -126,8 +130,8 @@ class MediaPool:
             assert process.job is not None
             try:
                 message = process.channel.receive()
-            except (EOFError, OSError):
-                self._replace(process, process.job)
+            except Exception as error:  # it has ended, or what it sends is no message
+                self._lose(process, f"{type(error).__name__}: {error}")
                 continue
             job, process.job = process.job, None
             job.result = message.item if isinstance(message, Done) else _error_of(message)
@@ -146,32 +150,36 @@ class MediaPool:
             process = next((each for each in self.processes if each.job is None), None)
             if process is None and len(self.processes) == self.settings.config.num_media_processes:
                 return
+            if process is not None and process.process.poll() is not None:
+                self._lose(process, "it has ended while it had nothing to do")
+                continue
             job = self.waiting.popleft()
             try:
                 if process is None:
                     process = MediaProcess(self.settings)
                     self.processes.append(process)
-                process.channel.send(job.message)
+                with suppress(ConnectionError):  # it has just ended: `receive` will find that
+                    process.channel.send(job.message)
                 process.job = job
             except WireError as error:
                 self._fail(job, InvalidMediaError(f"{job.message.what}: it cannot go to another process: {error}"))
-            except OSError as error:
-                if process is None:
-                    self._fail(job, PeerLostError(f"{job.message.what}: no process can be started to read it: {error}"))
-                else:  # it has ended while it had nothing to do, or there is no memory for the message
-                    self._replace(process, job)
+            except OSError as error:  # of the system's limits: of processes, of memory, of open files
+                text = "no process can be started to read it" if process is None else "it cannot go to another process"
+                self._fail(job, PeerLostError(f"{job.message.what}: {text}: {error}"))
 
-    def _replace(self, process: MediaProcess, job: MediaJob) -> None:
-        """Remove a process that has ended. Its job is the next one, unless it was the last attempt."""
+    def _lose(self, process: MediaProcess, cause: str) -> None:
+        """End and remove a lost process. Its job, if it has one, is the next one, unless it was the last attempt."""
         self.processes.remove(process)
-        status = process.end()
-        self.tracer.emit(MediaProcessLost, what=job.message.what, status=status)
+        status, job = process.end(), process.job
+        self.tracer.emit(MediaProcessLost, what=None if job is None else job.message.what, cause=cause, status=status)
+        if job is None:
+            return
         job.num_attempts += 1
         if job.num_attempts < MAX_ATTEMPTS:
             self.waiting.appendleft(job)
         else:
-            text = f"{job.message.what}: the process that read it has ended, for the second time (status {status})"
-            self._fail(job, PeerLostError(text))
+            text = f"{job.message.what}: the process that read it was lost, for the second time: {cause}"
+            self._fail(job, PeerLostError(f"{text} (status {status})"))
 
     def _fail(self, job: MediaJob, error: Exception) -> None:
         job.result = error

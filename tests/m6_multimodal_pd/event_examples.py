@@ -93,8 +93,11 @@ ARRIVED = StepArrived(is_async=True, device_ms=1.25, waited_ms=0.5)
 
 EXAMPLES: dict[Event, list[str]] = {
     MediaAwaited(rid="a", num_items=2): ["a waits in front of the queue until another process has read 2 items."],
-    MediaProcessLost(what="image 0 of message 1", status=-9): [
-        "A process that reads images has ended (status -9), with image 0 of message 1. Another one is started."
+    MediaProcessLost(what="image 0 of message 1", cause="EOFError: closed", status=-9): [
+        "A process that reads images is lost, with image 0 of message 1: EOFError: closed (status -9)."
+    ],
+    MediaProcessLost(what=None, cause="it has ended", status=1): [
+        "A process that reads images is lost: it has ended (status 1)."
     ],
     CHANGED: ["Room 7 (a), decode side: waiting for input -> transferring: the first pages have come."],
     SENT: ["4 pages of a, from page 3 on, lie ready for decode-0: 1.0 MiB in 1.00 ms (1.0 GB/s); more will come."],

@@ -4,6 +4,7 @@ A site sends each picture when the test lets it, so that what has been read when
 """
 
 import base64
+import errno
 import gc
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -31,7 +33,7 @@ from m6_multimodal_pd import (
     PromptTooLongError,
     SamplingParams,
 )
-from m6_multimodal_pd.multimodal import media_process
+from m6_multimodal_pd.multimodal import media_channel, media_process
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, check_drained, check_flushed, drain, greedy, setting
 from tests.m6_multimodal_pd.gated_site import GatedSite, gated_site
@@ -363,6 +365,20 @@ def test_an_abort_while_an_image_is_read(
     check_flushed(engine)
 
 
+def test_an_aborted_image_does_not_keep_the_next_one_from_its_process(reading: Any, site: GatedSite) -> None:
+    engine = reading()
+    recorder = Recorder(engine.tracer)
+    for rid, name in {"slow": "one", "next": "two"}.items():
+        engine.add_request(showing(site.part(name)), SHORT, request_id=rid)
+    site.await_asked("one")
+    (process,) = processes_of(engine)
+    site.release("two")
+    assert engine.abort_request("slow") and process.returncode == -9
+    last = finish(engine)
+    assert last["slow"].outputs[0].finish_reason == "abort" and last["next"].error is None
+    assert recorder.events("media_process_lost") == []
+
+
 def test_a_closed_stream_and_a_dropped_one_abort_their_requests(reading: Any, site: GatedSite) -> None:
     engine = reading()
     streams = [engine.stream(showing(site.part("one")), SHORT) for _ in range(2)]
@@ -413,6 +429,27 @@ def test_a_part_that_breaks_a_step_ends_them_too(reading: Any, site: GatedSite) 
     assert engine.generate(showing(site.part("one")), SHORT).error is None and not engine.has_unfinished_requests()
 
 
+def test_a_request_that_a_part_rejects_after_its_image_is_read_ends_alone(reading: Any, site: GatedSite) -> None:
+    """The part raises in the step in which three come; the others run in the same step."""
+    engine = reading(3)
+    for name in SIZES:
+        engine.add_request(showing(site.part(name)), SHORT, request_id=name)
+        site.await_asked(name)
+    scheduler = engine.engine_core.scheduler
+    add_request = scheduler.add_request
+
+    def add(request: Any) -> None:
+        if request.request_id == "one" and request.multimodal_inputs is not None:
+            raise KeyError("not this one")
+        add_request(request)
+
+    scheduler.add_request = add
+    site.release(*SIZES)
+    last = finish(engine)
+    assert isinstance(last["one"].error, KeyError) and last["two"].error is None and last["three"].error is None
+    check_flushed(engine)
+
+
 # --- processes that end -----------------------------------------------------------------------------------------------
 
 
@@ -451,14 +488,95 @@ def test_an_image_whose_second_process_is_killed_ends_its_request(reading: Any, 
     check_flushed(engine)
 
 
-def test_a_process_that_was_killed_while_it_had_nothing_to_do_is_replaced(reading: Any) -> None:
+def test_a_process_that_was_killed_while_it_had_nothing_to_do_is_replaced(reading: Any, site: GatedSite) -> None:
+    """That counts for no image: if the next process is killed, too, there is a third one."""
     engine = reading()
-    one = showing(image(FILES["one"]))
-    wanted = engine.generate(one, SHORT).token_ids
+    recorder = Recorder(engine.tracer)
+    wanted = engine.generate(showing(image(FILES["one"])), SHORT).token_ids
     (process,) = processes_of(engine)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert engine.generate(one, SHORT).token_ids == wanted
+    engine.add_request(showing(site.part("one")), SHORT, request_id="image")
+    site.await_asked("one")
+    (process,) = processes_of(engine)
+    process.send_signal(signal.SIGKILL)
+    site.release("one")
+    assert finish(engine)["image"].token_ids == wanted
+    assert [(e.what, e.status) for e in recorder.events("media_process_lost")] == [
+        (None, -9),
+        ("image 0 of message 0", -9),
+    ]
+
+
+NO_MESSAGES = {
+    "no msgpack": ([4], b"junk"),
+    "no bytes": ([4], b""),
+    "no size": (["x"], b"junk"),
+    "unknown type": ([10], b"\x81\xa4type\xa3New"),
+    "no message": ([1, 4], b"\xc0junk"),
+}
+"""Sizes of frames, and the frames."""
+
+
+@pytest.mark.parametrize(("sizes", "content"), NO_MESSAGES.values(), ids=NO_MESSAGES)
+def test_a_process_that_sends_no_message_is_a_lost_one(
+    reading: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: list[Any], content: bytes
+) -> None:
+    """Something that it calls may write to its socket."""
+    script = tmp_path / "process.py"
+    script.write_text(
+        "import socket, sys, tempfile\n"
+        "connection = socket.socket(fileno=int(sys.argv[1]))\n"
+        "file = tempfile.TemporaryFile()\n"
+        f"file.write({content!r}); file.flush()\n"
+        f"socket.send_fds(connection, [{msgspec.msgpack.encode(sizes)!r}], [file.fileno()])\n"
+        "while connection.recv(1 << 20): pass\n"
+    )
+    engine = reading()
+    recorder = Recorder(engine.tracer)
+    monkeypatch.setattr(media_process, "__file__", str(script))
+    engine.add_request([5, 6, 7], SHORT, request_id="text")
+    engine.add_request(showing(image(FILES["one"])), SHORT, request_id="image")
+    last = finish(engine)
+    assert isinstance(last["image"].error, PeerLostError) and "for the second time" in str(last["image"].error)
+    assert last["text"].error is None and len(recorder.events("media_process_lost")) == 2
+    monkeypatch.undo()
+    assert engine.generate(showing(image(FILES["one"])), SHORT).error is None
+
+
+def test_without_memory_for_a_message_its_request_ends(reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has nothing to do with it, and reads the next image."""
+    engine = reading()
+    recorder = Recorder(engine.tracer)
+    one = showing(image(FILES["one"]))
+    assert engine.generate(one, SHORT).error is None
+    (process,) = processes_of(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(media_channel, "memory_file", no_memory)
+        error = engine.generate(one, SHORT).error
+    assert isinstance(error, PeerLostError) and "it cannot go to another process: [Errno 28]" in str(error)
+    assert engine.generate(one, SHORT).error is None
+    assert processes_of(engine) == [process] and recorder.events("media_process_lost") == []
+
+
+def no_memory() -> Any:
+    raise OSError(errno.ENOSPC, "no memory")
+
+
+def test_without_memory_for_its_settings_no_process_is_left(reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = reading()
+    started: list[Any] = []
+
+    class Watched(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Watched)
+    monkeypatch.setattr(media_channel, "memory_file", no_memory)
+    error = engine.generate(showing(image(FILES["one"])), SHORT).error
+    assert isinstance(error, PeerLostError) and "no process can be started" in str(error)
+    assert all(process.returncode is not None for process in started) and not processes_of(engine)
 
 
 def test_without_another_process_the_request_ends(reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,6 +640,7 @@ def test_a_group_reads_images_at_its_router(seeing_directory: Path, make_engine:
     limits = {"num_media_processes": 1, "allowed_url_schemes": ("http",)}
     wanted = make_engine(**setting()).generate(showing(image(FILES["one"])), SHORT).token_ids
     with Group(seeing_directory, **setting(multimodal=limits)) as group:
+        assert all(each.core.input_processor.media_pool is None for each in group.links.engines.values())
         for rid in ("image", "aborted"):
             group.engine.add_request(showing(site.part("one")), SHORT, request_id=rid)
         group.engine.add_request([5, 6, 7], SHORT, request_id="text")
