@@ -40,6 +40,7 @@ class MediaProcessLost(Event):
     what: str | None
     """The image that it had; None if it had none."""
     cause: str
+    """Why it was ended, or what it failed to do."""
     status: int | None
     """Its exit status; minus the number of a signal that has killed it. None if it does not end."""
 

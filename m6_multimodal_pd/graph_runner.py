@@ -260,7 +260,7 @@ class GraphCapture:
 def _capture_stream(device: torch.device) -> Any:
     """Return the stream on which graphs of this device are captured. That of torch is on the device of the first
     capture in the process."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _end_failed_capture(device: torch.device, memory: Any) -> None:

@@ -191,8 +191,7 @@ def paged_decode_kernel(
     seq_len = tl.load(seq_lens_ptr + first_row + row)
     piece = tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_N) * BLOCK_N
     start, end = split * piece, tl.minimum((split + 1) * piece, seq_len)
-    # The last splits of a short sequence are empty, and all splits of a padding row (length 0) or a longer row.
-    if (start >= end) | (query_len == 0):
+    if (start >= end) | (query_len == 0):  # the last splits of a short sequence; all of a padding row or a longer one
         tl.store(lse_ptr + out, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
         return
     dims = tl.arange(0, HEAD_PAD)

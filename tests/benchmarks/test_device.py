@@ -44,6 +44,7 @@ def test_stored_numbers_are_of_a_gpu():
         assert json.loads(path.read_text("utf-8"))["environment"]["gpu"]["name"]
 
 
+@pytest.mark.exhaustive
 def test_a_decode_step_has_a_share_of_the_bandwidth_and_the_same_tokens_in_every_way(bench, two):
     assert list(two["ways"]) == ["eager", "eager, overlapped"] and two["same_tokens"]
     for way in two["ways"].values():
@@ -64,6 +65,7 @@ def test_the_same_requests_are_answered_by_the_engine_and_by_transformers(bench)
     assert many["max_num_seqs"] == 16 and many["tokens_per_second"] > 0 < other["tokens_per_second"]
 
 
+@pytest.mark.exhaustive
 def test_tables_show_what_was_measured_so_far(bench, two):
     env = {"gpu": GPU, "machine": {"cpu": "CPU", "torch_threads": 1, "cores": 2}, "seed": 1}
     env |= {"versions": {"python": "3", "torch": "2", "transformers": "5"}, "model": {"name": "8B"}}

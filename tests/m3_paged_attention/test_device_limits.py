@@ -138,7 +138,7 @@ def test_an_engine_alone_leaves_other_programs_their_memory(
     mib = 2**20
     GPUMemory(monkeypatch, total=64 * mib, peak=3 * mib, others=(20 * mib,))
     engine, records = built(
-        m3_paged_attention, tiny_directory, {"max_num_seqs": 10_000, "max_num_batched_tokens": 10_000}
+        m3_paged_attention, tiny_directory, {"max_num_seqs": 1_000, "max_num_batched_tokens": 1_000}
     )
     with engine:
         ((_, sized),) = records.of(KVSized)

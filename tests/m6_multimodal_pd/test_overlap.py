@@ -594,6 +594,7 @@ def test_a_profile_begins_and_ends_when_no_step_is_in_flight(
         assert outputs[rid].token_ids == expected
 
 
+@pytest.mark.exhaustive
 @native
 def test_python_may_end_while_a_step_is_in_flight(real_launcher: None) -> None:
     program = """

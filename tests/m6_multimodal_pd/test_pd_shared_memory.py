@@ -165,6 +165,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.exhaustive
 def test_what_a_killed_engine_without_a_parent_leaves_is_removed_by_the_next_one() -> None:
     done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
     killed = segment_directory() / done.stdout.strip()

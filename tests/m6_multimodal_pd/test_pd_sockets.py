@@ -365,6 +365,7 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
+@pytest.mark.exhaustive
 def test_half_open_connections_are_few_and_an_engine_gets_in(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "HANDSHAKE_TIMEOUT_S", 2.0)
     before = open_files()

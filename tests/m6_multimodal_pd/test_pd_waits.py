@@ -138,6 +138,7 @@ def test_nothing_waits_for_engines_whose_connections_are_closed(made: MakeGroup,
 # --- a process that is stopped ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_engine_without_requests_is_lost_after_the_silence_that_is_allowed(made: MakeGroup) -> None:
     engine, engines = made(SILENT_S, process_of)
     for role in ROLES:

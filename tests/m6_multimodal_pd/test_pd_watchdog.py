@@ -99,6 +99,7 @@ def full_pipe() -> Iterator[int]:
     os.close(writer)
 
 
+@pytest.mark.exhaustive
 def test_a_process_without_a_place_for_the_stacks_ends_all_the_same(full_pipe: int) -> None:
     """The process that read its errors may be gone, or be stopped."""
     for stderr in (full_pipe, broken := broken_pipe()):
