@@ -19,7 +19,7 @@ from m6_multimodal_pd.multimodal.prompt import PromptDraft
 
 @dataclass(frozen=True)
 class UnreadMedia:
-    """What is needed to build a request again, when its images are read by another process."""
+    """Arguments with which a request is built again, when another process has read its images."""
 
     draft: PromptDraft
     jobs: Sequence[MediaJob]

@@ -109,6 +109,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(backend, device, dtype) -> None:
     check_same(backend, attend(backend, alone), attend(backend, batch)[:21])
 
 
+@pytest.mark.exhaustive
 def test_few_new_tokens_are_the_same_alone_and_in_a_batch(backend, device, dtype) -> None:
     """Beside a long row, which another kernel computes, and whatever the others' numbers of new tokens are."""
     alone = paged_batch((6, 1, 64), prefills=[(61, 4)], dtype=dtype, device=device)

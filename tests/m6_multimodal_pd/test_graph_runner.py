@@ -35,6 +35,7 @@ KINDS = [
     pytest.param("triton", marks=pytest.mark.interpreter),
     "static",
 ]
+SLOW_ON_TRITON = [pytest.param("triton", marks=[pytest.mark.interpreter, pytest.mark.exhaustive]), "static"]
 
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
@@ -134,6 +135,7 @@ def pair(loaded: LoadedModel, recorded_graphs: list[RecordedGraph], monkeypatch:
     yield Pair(loaded, recorded_graphs)
 
 
+@pytest.mark.parametrize("loaded", SLOW_ON_TRITON, indirect=True)
 def test_every_bucket_gives_the_numbers_of_an_eager_step(pair: Pair) -> None:
     """Full or padded, with rows of one token beside drafts, whatever other graphs have left in the memory that they
     share."""

@@ -203,6 +203,7 @@ def answer_calls(engine: SilentEngine, stats: dict[str, int]) -> int:
     return count
 
 
+@pytest.mark.exhaustive
 def test_stats_while_steps_run_are_the_last_known_ones(made: MakeGroup) -> None:
     """And an answer that comes when nobody waits for it any more is known then."""
     engine, engines = made(MINUTE_S, SilentEngine)
