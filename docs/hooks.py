@@ -6,12 +6,8 @@ that load something from a CDN, are removed; none is needed: formulas are plain 
 
 Links are written as GitHub needs them: a page links to `../notebooks/x.ipynb`, a notebook to `../docs/x.md`. On the
 site both lie in one tree; a link to a source file leads to its page of the reference.
-
-mkdocstrings shows the source of functions, but not of classes: where a page quotes a class without its members, its
-source is added here.
 """
 
-import ast
 import logging
 import re
 from pathlib import Path
@@ -65,23 +61,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         return f"[{link[1]}][{link[2]}.{CLASSES.get(module, module)}]"
 
     markdown = re.sub(r"<!-- on GitHub only -->.*?<!-- end -->\n", "", markdown, flags=re.DOTALL)
-    markdown = re.sub(r"^::: (m\d_[\w.]+)\n    options: .*members: \[\].*$", with_source, markdown, flags=re.MULTILINE)
     markdown = re.sub(r"\[([^\]]+)\]\(\.\./(m\d_\w+)/([\w/]+)\.py\)", to_reference, markdown)
     beside = "|".join(re.escape(folder) for folder in dict(BESIDE))
     return re.sub(rf"\]\(\.\./((?:{beside})/[\w.-]+\.\w+)", r"](\1", markdown)
-
-
-def with_source(quoted: re.Match[str]) -> str:
-    """Return a quoted class with its source, in the form in which mkdocstrings shows that of a function."""
-    module, _, name = quoted[1].rpartition(".")
-    path = f"{module.replace('.', '/')}.py"
-    text = (ROOT / path).read_text(encoding="utf-8")
-    (found,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name]
-    first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
-    lines = "\n".join(text.splitlines()[first - 1 : found.end_lineno])
-    summary = f"<summary>Source code in <code>{path}</code></summary>"
-    code = f'```python linenums="{first}"\n{lines}\n```'
-    return f'{quoted[0]}\n\n<details class="mkdocstrings-source" markdown>{summary}\n\n{code}\n\n</details>'
 
 
 def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
