@@ -1,14 +1,13 @@
-"""Messages between an engine and a process that reads its media: typed values, and arrays in memory that both map.
+"""Messages between an engine and a process that reads its media: typed values, and arrays in memory that both share.
 
 A message is a file in memory without a name: a head in msgpack, then its arrays. Its descriptor goes through a socket,
-with the sizes of its frames. So an array is written once and mapped by its receiver, and when both have closed the file
-its memory is free: a process that is killed leaves nothing behind. Each end sends one message and waits for the answer.
-The patches of an image may have 400 MB; a socket or a pipe would copy them twice more, and `/dev/shm`, where named
-memory is, has 64 MB in a container by default. New in this milestone. vLLM: `MsgpackEncoder` with `TensorIpcSender`;
-SGLang: pickles through the pipes of a `ProcessPoolExecutor`.
+with the sizes of its frames. The engine maps what it receives, so the patches of an image are written once; and when
+both have closed the file its memory is free: a process that is killed leaves nothing behind. Each end sends one message
+and waits for the answer. The patches of an image may have 400 MB; a socket or a pipe would copy them twice more, and
+`/dev/shm`, where named memory is, has 64 MB in a container by default. New in this milestone. vLLM: `MsgpackEncoder`
+with `TensorIpcSender`; SGLang: pickles through the pipes of a `ProcessPoolExecutor`.
 """
 
-import mmap
 import os
 import socket
 import sys
@@ -103,11 +102,20 @@ ToProcess = Order | ReadPart | ProcessPicture | ProcessFrames
 FromProcess = Done | Failed
 
 
+def read(file: IO[bytes]) -> memoryview:
+    """Return the content of a file."""
+    file.seek(0)
+    return memoryview(file.read())
+
+
 class Channel(Generic[M]):
     """One end of a connection; receives messages of one union of types."""
 
-    def __init__(self, connection: socket.socket, receives: Any) -> None:
-        self.connection, self._type = connection, receives
+    def __init__(
+        self, connection: socket.socket, receives: Any, memory_of: Callable[[IO[bytes]], memoryview] = read
+    ) -> None:
+        """`memory_of`: returns the content of a message's file; arrays are views of it."""
+        self.connection, self._type, self._memory_of = connection, receives, memory_of
 
     def send(self, message: Message) -> None:
         """Send a message. Raises `WireError` for a value that cannot be sent, `OSError` if there is no memory or the
@@ -127,13 +135,13 @@ class Channel(Generic[M]):
             socket.send_fds(self.connection, [sizes], [file.fileno()])
 
     def receive(self) -> M:
-        """Wait for a message, and return it; its arrays are in the memory of the file. Raises `EOFError` if the other
-        end is closed, `OSError` if it was lost, and any other error for bytes that are no message."""
+        """Wait for a message, and return it. Raises `EOFError` if the other end is closed, `OSError` if it was lost,
+        and any other error for bytes that are no message."""
         sizes, descriptors, _, _ = socket.recv_fds(self.connection, LONGEST_SIZES, 1)
         if not descriptors:
             raise EOFError("the other end is closed")
-        with open(descriptors[0], "rb") as file:  # a private mapping: to write to its arrays changes no other process
-            memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        with open(descriptors[0], "rb") as file:
+            memory = self._memory_of(file)
         frames, start = [], 0
         for size in msgspec.msgpack.decode(sizes, type=list[int]):
             frames.append(memory[start : start + size])

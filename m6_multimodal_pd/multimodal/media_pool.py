@@ -1,23 +1,27 @@
 """Processes that read media for an engine, each one item at a time; all others wait here.
 
 They start when the first item comes. A process that dies while it reads is replaced, and its item is read once more:
-the system may have killed it for memory that others took. An item whose second process dies, too, fails. A process
-whose item is canceled is killed: it may read it for ever. Nothing here waits for an item, except `receive` for as long
-as its caller allows. New in this milestone. vLLM reads media in threads of the process of its API server, apart from
-the engine core; SGLang: `io_executor` and `cpu_executor` of its `BaseMultimodalProcessor`.
+the system may have killed it for memory that others took. An item whose second process dies, too, fails. A process that
+reads for minutes is killed, and counts as one that died; one whose item is canceled is killed at once. Nothing here
+waits for an item, except `receive` for as long as its caller allows. New in this milestone. vLLM reads media in threads
+of the process of its API server, apart from the engine core; SGLang: `io_executor` and `cpu_executor` of its
+`BaseMultimodalProcessor`.
 """
 
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import torch
 
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
@@ -39,6 +43,8 @@ from m6_multimodal_pd.multimodal.media_settings import MediaSettings
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
 
 MAX_ATTEMPTS = 2
+LONGEST_READ_S = 120.0
+"""Seconds that a process may take for an item, besides `url_timeout_s`; then it counts as lost."""
 REAP_TIMEOUT_S = 1.0
 """Seconds that the system may take to end a killed process."""
 
@@ -68,7 +74,9 @@ class MediaProcess:
         """Start the process. Raises `OSError` if the system does not allow another one."""
         self.job: MediaJob | None = None
         ours, theirs = socket.socketpair()
-        self.channel: Channel[Done | Any] = Channel(ours, FromProcess)
+        self.channel: Channel[Done | Any] = Channel(ours, FromProcess, mapped)
+        self.deadline = 0.0
+        """Time at which it must have read its job."""
         descriptor = theirs.fileno()
         # `-P`, and a process group of its own: as an engine of a group, see `disaggregation/runtime/processes.py`
         command = [sys.executable, "-P", str(Path(media_process.__file__)), str(descriptor)]
@@ -103,6 +111,7 @@ class MediaPool:
         self.settings, self.tracer = settings, tracer
         self.waiting: deque[MediaJob] = deque()
         self.processes: list[MediaProcess] = []
+        self.longest_s = settings.config.url_timeout_s + LONGEST_READ_S
         self._failed: list[MediaJob] = []
         """Jobs that no process has, to be returned by the next `receive`."""
         when_dropped(self, _end_all, self.processes)
@@ -136,6 +145,9 @@ class MediaPool:
             job, process.job = process.job, None
             job.result = message.item if isinstance(message, Done) else _error_of(message)
             finished.append(job)
+        for process in list(busy.values()):
+            if process.job is not None and process in self.processes and time.monotonic() > process.deadline:
+                self._lose(process, f"it has read for more than {self.longest_s:g} s")
         self._dispatch()
         return finished
 
@@ -160,7 +172,7 @@ class MediaPool:
                     self.processes.append(process)
                 with suppress(ConnectionError):  # it has just ended: `receive` will find that
                     process.channel.send(job.message)
-                process.job = job
+                process.job, process.deadline = job, time.monotonic() + self.longest_s
             except WireError as error:
                 self._fail(job, InvalidMediaError(f"{job.message.what}: it cannot go to another process: {error}"))
             except OSError as error:  # of the system's limits: of processes, of memory, of open files
@@ -184,6 +196,15 @@ class MediaPool:
     def _fail(self, job: MediaJob, error: Exception) -> None:
         job.result = error
         self._failed.append(job)
+
+
+def mapped(file: IO[bytes]) -> memoryview:
+    """Map a file for this process alone; to write to it changes no other one.
+
+    Images wait by the hundred, and Python's `mmap` keeps a descriptor open for each; torch's mapping does not.
+    """
+    name, num_bytes = f"/dev/fd/{file.fileno()}", os.fstat(file.fileno()).st_size
+    return torch.from_file(name, shared=False, size=num_bytes, dtype=torch.uint8).numpy().data
 
 
 def _error_of(failed: Any) -> Exception:

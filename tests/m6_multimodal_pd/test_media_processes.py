@@ -8,6 +8,7 @@ import errno
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +34,9 @@ from m6_multimodal_pd import (
     PromptTooLongError,
     SamplingParams,
 )
-from m6_multimodal_pd.multimodal import media_channel, media_process
+from m6_multimodal_pd.multimodal import media_channel, media_pool, media_process
+from m6_multimodal_pd.multimodal.decode_image import Picture
+from m6_multimodal_pd.multimodal.media_channel import Channel
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, check_drained, check_flushed, drain, greedy, setting
 from tests.m6_multimodal_pd.gated_site import GatedSite, gated_site
@@ -588,6 +591,15 @@ def test_without_another_process_the_request_ends(reading: Any, monkeypatch: pyt
     assert engine.generate(showing(image(FILES["one"])), SHORT).error is None
 
 
+def test_a_process_that_reads_too_long_is_a_lost_one(reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer to start."""
+    engine = reading()
+    engine.engine_core.input_processor.media_pool.longest_s = 0.001
+    error = engine.generate(showing(image(FILES["one"])), SHORT).error
+    assert isinstance(error, PeerLostError) and "for the second time: it has read for more than 0.001 s" in str(error)
+    assert not engine.has_unfinished_requests() and not processes_of(engine)
+
+
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["reading", "stopped"])
 def test_closing_ends_processes_in_the_middle_of_an_image(reading: Any, site: GatedSite, is_stopped: bool) -> None:
     engine = reading(2)
@@ -622,6 +634,18 @@ def test_a_process_imports_neither_torch_nor_transformers() -> None:
         "sys.exit(sorted({'torch', 'transformers', 'zmq', 'jinja2'} & set(sys.modules)) or None)"
     )
     subprocess.run([sys.executable, "-P", "-c", program], check=True, env={**os.environ, "PYTHONPATH": ""})
+
+
+def test_an_image_that_was_read_keeps_no_descriptor_open() -> None:
+    """Hundreds of them may wait, and a process may have 1,024. They can be written to."""
+    pixels, (one, other) = np.asarray(picture("one", 3, 3)), socket.socketpair()
+    with one, other:
+        before = os.listdir("/dev/fd")
+        for memory_of in (media_pool.mapped, media_channel.read):
+            Channel(one, None).send(media_channel.ProcessPicture("it", Picture(pixels)))
+            found = Channel(other, media_channel.ToProcess, memory_of).receive().part.pixels  # type: ignore[attr-defined]
+            assert os.listdir("/dev/fd") == before and np.array_equal(found, pixels)
+            found[:] = 0
 
 
 def test_processes_and_a_reader_of_ones_own_are_refused(reading: Any) -> None:
