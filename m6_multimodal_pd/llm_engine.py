@@ -8,6 +8,7 @@ from pathlib import Path
 from m1_single_request.config import check_path
 from m4_radix_cache.llm_engine import LLMEngine as RadixEngine
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
+from m6_multimodal_pd.weight_loader import absolute
 from m6_multimodal_pd.wiring import PARTS
 
 
@@ -32,7 +33,7 @@ class LLMEngine(RadixEngine):
         """
         self._check_usable()
         check_path("model", model, "a directory or a hub id")
-        self.engine_core.update_weights(str(model))
+        self.engine_core.update_weights(absolute(model))
 
     def start_profile(self, folder: str | Path) -> None:
         """Start recording steps with torch's profiler; `stop_profile` writes them into this folder."""

@@ -12,9 +12,11 @@ If a file cannot be read to its end in the second pass, the weights of before ar
 model of which a part is new. New in this milestone. SGLang: `update_weights_from_disk`; vLLM: `reload_weights`.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +56,8 @@ class WeightLoader:
     def __init__(self, *, config: ModelConfig, loaded: LoadedModel, runner: Any, encoder: Any) -> None:
         """`loaded`: the engine's model, which `runner` and `encoder` have."""
         precision = str(loaded.dtype).removeprefix("torch.")
-        self.config = replace(config, dtype=precision, max_model_len=loaded.max_model_len)  # the values in use
+        model = absolute(config.model)
+        self.config = replace(config, model=model, dtype=precision, max_model_len=loaded.max_model_len)  # as in use
         self.running = ModelDescription(
             **{field.name: getattr(loaded, field.name) for field in fields(ModelDescription)}
         )
@@ -122,6 +125,13 @@ class WeightLoader:
         files.check_unchanged()
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)  # steps run on streams of their own
+
+
+def absolute(model: str | Path | None) -> str:
+    """Return a directory by its absolute path, for other processes and for a time when the current folder is another; a
+    hub id as it is."""
+    name = str(model)
+    return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 def check_loader(parts: Mapping[str, Any]) -> None:

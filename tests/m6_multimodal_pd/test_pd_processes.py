@@ -262,7 +262,7 @@ def test_an_engine_runs_the_packages_of_its_parent_whatever_the_working_director
     started: list[Any] = []
     monkeypatch.setattr(processes.subprocess, "Popen", lambda *command, **how: started.append((command, how)) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        processes.Child(None, DisaggregationConfig())  # type: ignore[arg-type]
+        processes.Child(None, DisaggregationConfig(), ".")  # type: ignore[arg-type]
     monkeypatch.undo()
     ((command,), how) = started[0]
     found = "import importlib.util; print(importlib.util.find_spec('m6_multimodal_pd').origin)"
@@ -281,12 +281,18 @@ def test_one_that_was_started_anew_and_does_not_join_is_given_up(seeing_director
         assert all("did not start within start_timeout_s=0.1" in one.why for one in lost)
 
 
-def test_one_that_has_no_room_is_started_anew_as_often_as_one_that_died(seeing_directory: Path) -> None:
+def test_one_that_has_no_room_is_started_anew_as_often_as_one_that_died(
+    seeing_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the first one was started: the path of its model may be relative."""
+    folder = os.getcwd()
     with started_prefill(seeing_directory, max_restarts=1) as links:
+        monkeypatch.chdir(tmp_path)
         for name, others in (("prefill-0", ["prefill-0_1"]), ("prefill-0_1", [])):
             links.refuse(name, "it has no room")
             assert list(links.lost()) == [Lost(name, "it has no room", Fault("ConfigError", "it has no room"))]
             assert list(links.children) == others
+            assert all(os.readlink(f"/proc/{each.process.pid}/cwd") == folder for each in links.children.values())
 
 
 @pytest.fixture

@@ -50,8 +50,8 @@ RESTART_WINDOW_S = 3600.0
 class Child:
     """The process of one engine."""
 
-    def __init__(self, order: Order, group: DisaggregationConfig) -> None:
-        """Start the process."""
+    def __init__(self, order: Order, group: DisaggregationConfig, folder: str) -> None:
+        """Start the process in a folder, for the relative paths of its configuration."""
         self.order, self.group = order, group
         self.deadline = time.monotonic() + group.start_timeout_s
         self.joined = False
@@ -64,7 +64,7 @@ class Child:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))}
         # a process group of its own: a Ctrl-C in the terminal is the parent's alone, from the first moment on
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, process_group=0
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, cwd=folder, process_group=0
         )
         assert self.process.stdin is not None
         self.stdin = self.process.stdin
@@ -123,7 +123,7 @@ class ProcessLinks(SocketLinks):
         super().__init__(LOOPBACK, keys.router, config.disaggregation)
         self.config, self.is_traced = config, is_traced
         self.restarts = RestartLimit(config.disaggregation.max_restarts)
-        self._group = secrets.token_hex(6)
+        self._group, self._folder = secrets.token_hex(6), os.getcwd()
         self._engine_keys = keys.engines
         self.children: dict[str, Child] = {}
         when_dropped(self, _kill, self.children, self.restarts)
@@ -143,7 +143,7 @@ class ProcessLinks(SocketLinks):
         )
         try:
             with HeldInterrupt():  # a process that has started is in `children`, so that it is ended
-                self.children[name] = Child(order, self.config.disaggregation)
+                self.children[name] = Child(order, self.config.disaggregation, self._folder)
         except OSError as error:
             raise EngineLostError(f"a process cannot be started: {error}") from error
 
