@@ -58,10 +58,12 @@ class BatchLimits:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         num_seqs = self.max_num_seqs or CPU_LIMITS.max_num_seqs  # the least of all devices
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < num_seqs:
+        named = self.max_num_batched_tokens
+        if named is not None and named < num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={num_seqs}: "
-                f"a step could not run all running requests"
+                f"max_num_batched_tokens={named} is less than max_num_seqs={num_seqs}"
+                f"{'' if self.max_num_seqs else ' (its default)'}: a step could not run all running requests; set "
+                f"max_num_seqs to {named} or less"
             )
 
     def resolved(self, max_model_len: int, device: DeviceLimits = CPU_LIMITS) -> Self:

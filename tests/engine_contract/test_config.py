@@ -67,6 +67,9 @@ def test_a_budget_without_a_token_for_everybody_who_runs_is_refused(package: Any
     for seqs, tokens in ((2, 1), (16, 15), (64, 8)):
         with pytest.raises(ConfigError, match=f"max_num_batched_tokens={tokens} is less than max_num_seqs={seqs}"):
             package.SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    if package is not BATCHING[0]:
+        with pytest.raises(ConfigError, match=r"max_num_seqs=16 \(its default\): .*; set max_num_seqs to 8 or less"):
+            package.SchedulerConfig(max_num_batched_tokens=8)
     enough = package.SchedulerConfig(max_num_seqs=7, max_num_batched_tokens=7)
     assert enough.resolved(100).max_num_batched_tokens == 7
 
