@@ -51,12 +51,12 @@ class ModelConfig:
 
     def torch_device(self) -> torch.device:
         """Return the torch device that `device` names. Raises `ConfigError` if this machine lacks it."""
-        name: Any = self.device
+        name: Any = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         try:
-            device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+            device = torch.device(name)
         except (RuntimeError, ValueError, TypeError):  # an unknown name, no valid Unicode, no string
             device = torch.device("meta")
-        if not isinstance(name, str) or device.type not in ("cpu", "cuda"):
+        if str(device) != name or device.type not in ("cpu", "cuda"):  # to torch cuda:256 is cuda:0
             raise ConfigError(f"device={shown(name)} is not supported: use auto, cpu or cuda")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device={shown(name)}: torch finds {torch.cuda.device_count()} CUDA devices here")

@@ -112,7 +112,7 @@ def parsed_devices(devices: str) -> list[tuple[str, int]]:
             device = torch.device(name.strip())
         except RuntimeError:
             device = torch.device("meta")
-        if device.type not in ("cpu", "cuda"):
+        if str(device) != name.strip() or device.type not in ("cpu", "cuda"):  # to torch cuda:256 is cuda:0
             raise ConfigError(f"devices={shown(devices)} must be a list of devices such as cuda:0,cuda:1")
         parsed.append((device.type, device.index or 0))
     if len({kind for kind, _ in parsed}) > 1:

@@ -104,6 +104,7 @@ WRONG = [
     ("m1", "--max-tokens 0", "max_tokens=0"),
     ("m1", "--top-p 0", "top_p=0.0"),
     ("m1", "--device toaster", "device='toaster'"),
+    ("m1", "--device cuda:128", "device='cuda:128' is not supported"),
     ("m1", "--dtype float8", "dtype='float8'"),
     ("m1", "--prompt a --max-model-len 9000", "9000"),
     ("m1", f"--prompt {'a,' * 5000}", "max_model_len"),

@@ -46,6 +46,7 @@ PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
         ({"devices": "cuda:0,gpu"}, "must be a list of devices"),
         ({"devices": "cuda:0,meta"}, "must be a list of devices"),
         ({"devices": "cuda:0,cuda:-1"}, "must be a list of devices"),
+        ({"devices": "cuda:0,cuda:256"}, "must be a list of devices"),
         ({"devices": ("cuda:0", "cuda:1")}, "must be a list of devices"),
         ({"devices": 2}, "must be a list of devices"),
         (
@@ -94,7 +95,7 @@ def test_devices_that_do_not_fit_the_model_or_the_machine(
 class Ordered:
     """In place of the process of an engine: its order."""
 
-    def __init__(self, order: Any, group: object) -> None:
+    def __init__(self, order: Any, group: object, folder: str) -> None:
         self.order = order
 
 
