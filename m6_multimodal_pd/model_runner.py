@@ -28,7 +28,8 @@ from m6_multimodal_pd.graph_runner import GraphCapture, GraphLimits
 from m6_multimodal_pd.model_loader import LoadedModel
 from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
-from m6_multimodal_pd.models.vision import Grid, VisionTower
+from m6_multimodal_pd.models.vision import VisionTower
+from m6_multimodal_pd.models.vision_network import Grid
 from m6_multimodal_pd.multimodal.encoder import Encoder
 
 

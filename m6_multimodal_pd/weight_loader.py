@@ -113,14 +113,14 @@ class WeightLoader:
         prefix, not_ours = (PREFIX, ()) if tower is None else (qwen3_vl.PREFIX, (vision.PREFIX,))
         headers = checked_headers(model, directory, decoder.config, decoder.dtype, prefix=prefix, not_ours=not_ours)
         if tower is not None:
-            headers |= vision.checked_headers(model, directory, tower.tensors())
+            headers |= vision.checked_headers(model, directory, tower.tensors)
         return Checkpoint(model, prefix, TensorFiles(headers))
 
     @torch.inference_mode()
     def _write(self, checkpoint: Checkpoint) -> None:
         files, decoder, tower = checkpoint.files, self.runner.model, self.encoder.tower
         write_decoder(decoder, files, checkpoint.prefix)
-        for name, tensor in ({} if tower is None else tower.tensors()).items():
+        for name, tensor in ({} if tower is None else tower.tensors).items():
             files.copy(vision.PREFIX + name, tensor)
         files.check_unchanged()
         if decoder.device.type == "cuda":

@@ -1,13 +1,10 @@
 """Vision tower: from patches of images to one row per token of the prompt.
 
-The network is transformers' own: a transformer over patches, in which a patch attends to its own image (of a video, to
-its own layer of frames), a merger that makes one vector of 2 x 2 patches, and more mergers for middle layers
-(DeepStack). Here its weights are read from the same safetensors as the decoder's with the same checks, and all images
-of a step run in one forward, those of different requests together. vLLM: `Qwen3_VisionTransformer` in
+Its weights are read from the same safetensors as the decoder's, with the same checks, and all images of a step run in
+one forward of the network, those of different requests together. vLLM: `Qwen3_VisionTransformer` in
 `models/qwen3_vl.py`; SGLang: `Qwen3VLMoeVisionModel` in `models/qwen3_vl.py`.
 """
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from m1_single_request.errors import ModelLoadError, shown
 from m1_single_request.model_loader import check_size
 from m3_paged_attention.models.weights import Header, check_headers, draw, fill, read_headers
 from m6_multimodal_pd.models.qwen3_vl import VLDecoderConfig
+from m6_multimodal_pd.models.vision_network import ACTIVATIONS, Grid, VisionNetwork, allocate
 
 PREFIX = "model.visual."
 """Prefix of the names of the tower's tensors, on the hub and in files of transformers."""
@@ -32,27 +29,19 @@ SIZES = (
 ).split()
 LARGEST_DEPTH = 10_000
 
-Grid = tuple[int, int, int]
-"""Patches of an image in time, height and width; the last two are multiples of the merge size."""
-
 
 class VisionTower:
     """Encodes images and videos. Made by `load` or `dummy`."""
 
-    def __init__(self, config: PreTrainedConfig, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """`tensors`: all of the network's, by its own names, in its precision."""
-        self.config = _settled(config)
-        dtype = next(iter(tensors.values())).dtype
-        built = _network_class().from_pretrained(
-            None, config=self.config, state_dict=tensors, dtype=dtype, attn_implementation="sdpa"
-        )
-        self.network = built.to(device).eval().requires_grad_(False)
-        self.device, self.dtype = device, dtype
-        self.num_parameters = sum(parameter.numel() for parameter in self.network.parameters())
-        self.hidden_size: int = self.config.out_hidden_size
+    def __init__(self, config: PreTrainedConfig, tensors: dict[str, Tensor]) -> None:
+        """`tensors`: those of `allocate`, in the tower's precision and on its device."""
+        self.network, self.tensors = VisionNetwork(config, tensors), tensors
+        self.device, self.dtype = self.network.pos_embed.device, self.network.pos_embed.dtype
+        self.num_parameters = sum(tensor.numel() for tensor in tensors.values())
+        self.hidden_size: int = config.out_hidden_size
         """Hidden size of the language model."""
-        self.num_deepstack = len(self.config.deepstack_visual_indexes)
-        self.merge_size: int = self.config.spatial_merge_size
+        self.num_deepstack = len(config.deepstack_visual_indexes)
+        self.merge_size: int = config.spatial_merge_size
         """Patches along a side of the block that becomes one token."""
         self.patch_dim: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
         """Number of values of a patch."""
@@ -76,24 +65,17 @@ class VisionTower:
         cls, name: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
     ) -> "VisionTower":
         """Fill the tower from a directory's safetensors. Raises `ModelLoadError` for a tensor that does not fit."""
-        shapes = _shapes(config)
-        headers = checked_headers(name, directory, shapes)
-        tensors = {key: torch.empty_like(tensor, dtype=dtype, device=device) for key, tensor in shapes.items()}
+        headers = checked_headers(name, directory, allocate(config, dtype, torch.device("meta")))
+        tensors = allocate(config, dtype, device)
         fill({PREFIX + key: tensor for key, tensor in tensors.items()}, headers)
-        return cls(config, tensors, device)
+        return cls(config, tensors)
 
     @classmethod
     def dummy(cls, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> "VisionTower":
         """Return a tower with random weights, the same for the same seed on the same device."""
-        shapes = _shapes(config)
-        tensors = {key: torch.empty_like(tensor, dtype=dtype, device=device) for key, tensor in shapes.items()}
+        tensors = allocate(config, dtype, device)
         draw(tensors, config.initializer_range, torch.Generator(device).manual_seed(seed))
-        return cls(config, tensors, device)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the network's weights, by its own names."""
-        tensors: dict[str, Tensor] = self.network.state_dict()
-        return tensors
+        return cls(config, tensors)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[tuple[Tensor, Grid]]) -> list[Tensor]:
@@ -105,10 +87,8 @@ class VisionTower:
         if not items:
             return []
         pixels = torch.cat([patches.to(self.device, self.dtype) for patches, _ in items])
-        grids = torch.tensor([grid for _, grid in items], device=self.device)
-        output = self.network(pixels, grid_thw=grids)
         counts = [self.num_tokens(grid) for _, grid in items]
-        features = [part.split(counts) for part in (output.pooler_output, *output.deepstack_features)]
+        features = [part.split_with_sizes(counts) for part in self.network(pixels, [grid for _, grid in items])]
         return [torch.cat(parts, dim=1) for parts in zip(*features, strict=True)]
 
 
@@ -121,7 +101,7 @@ def checked_headers(name: str, directory: Path, tensors: Mapping[str, Tensor]) -
 
 def count_weights(config: PreTrainedConfig) -> int:
     """Return the number of weights of the tower that `config` describes."""
-    return sum(tensor.numel() for tensor in _shapes(config).values())
+    return sum(tensor.numel() for tensor in allocate(config, torch.float32, torch.device("meta")).values())
 
 
 def check_vision_config(name: str, config: PreTrainedConfig, language: VLDecoderConfig) -> None:
@@ -141,8 +121,9 @@ def check_vision_config(name: str, config: PreTrainedConfig, language: VLDecoder
             f"{name}: vision_config.hidden_size={config.hidden_size} over {config.num_heads} heads: each must have a "
             f"multiple of 4 values, pairs that turn with the row and pairs that turn with the column"
         )
-    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
-        raise ModelLoadError(f"{name}: vision_config.hidden_act={shown(config.hidden_act)} is not known")
+    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ModelLoadError(f"{name}: vision_config.hidden_act={shown(config.hidden_act)} is not one of {known}")
     _check_deepstack(name, config, language.decoder.num_layers)
 
 
@@ -159,24 +140,3 @@ def _check_deepstack(name: str, config: PreTrainedConfig, num_layers: int) -> No
             f"{name}: deepstack_visual_indexes={shown(indexes)} are more than the {num_layers} layers of the language "
             f"model, which takes one after each layer"
         )
-
-
-def _network_class() -> Any:
-    """Import the network's class when a tower is built: an engine of a text model does not load it."""
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-    return Qwen3VLVisionModel
-
-
-def _settled(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy with which the network returns the fields that `encode` reads, whatever config.json sets."""
-    settled = copy.deepcopy(config)
-    settled.return_dict, settled.output_hidden_states = True, False
-    return settled
-
-
-def _shapes(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Return the network's tensors by name, without memory."""
-    with torch.device("meta"):
-        shapes: dict[str, Tensor] = _network_class()(_settled(config)).state_dict()
-    return shapes

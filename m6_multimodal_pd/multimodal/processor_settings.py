@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from transformers import Qwen2VLImageProcessorPil
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.utils.hub import cached_file
 
 from m1_single_request.errors import ConfigError, ModelLoadError, shown
@@ -33,6 +31,30 @@ SIZES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size
 """Keys that the vision tower has, too, and their names there."""
 EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 """Keys of `size`, and their names in older files."""
+IMAGES: dict[str, Any] = {
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+    "rescale_factor": 1 / 255,
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 1280 * 28 * 28},
+}
+VIDEOS: dict[str, Any] = {
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": (0.5, 0.5, 0.5),
+    "image_std": (0.5, 0.5, 0.5),
+    "rescale_factor": 1 / 255,
+    "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+    "fps": 2,
+    "min_frames": 4,
+    "max_frames": 768,
+    "max_video_tokens": 768,
+}
+"""What a key that is not in the file is: as in transformers' `Qwen2VLImageProcessorPil` and `Qwen3VLVideoProcessor`,
+whose import takes longer than all other imports of an engine together."""
 Object = Annotated[dict[str, Any], msgspec.Meta(description="an object")]
 SAMPLING = {"fps": Rate, "min_frames": Count, "max_frames": Count}
 
@@ -52,7 +74,7 @@ def read_settings(name: str, config: MultimodalConfig, vision: Any) -> tuple[Pix
     )
     if images is None:
         raise ModelLoadError(f"{name} has no {IMAGE_FILE}: the model's files for images are missing, get them again")
-    image = PixelSettings(**_pixel_settings(name, image_file, Qwen2VLImageProcessorPil, images, vision))
+    image = PixelSettings(**_pixel_settings(name, image_file, IMAGES, images, vision))
     return _overridden(name, image, config), _video_settings(name, video_file, videos or {}, vision)
 
 
@@ -73,15 +95,17 @@ def _stated(content: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in content.items() if value is not None}
 
 
-def _pixel_settings(name: str, filename: str, processor: Any, stated: dict[str, Any], vision: Any) -> dict[str, Any]:
-    """Return the fields of `PixelSettings`. A key that is not in the file has the value of transformers' class."""
+def _pixel_settings(
+    name: str, filename: str, default: dict[str, Any], stated: dict[str, Any], vision: Any
+) -> dict[str, Any]:
+    """Return the fields of `PixelSettings`."""
     for step in STEPS:
         if stated.get(step, True) is not True:
             raise ModelLoadError(f"{name}: {step}={shown(stated[step])} in {filename} is not supported, only true is")
     if stated.get("resample", BICUBIC) != BICUBIC:
         raise ModelLoadError(f"{name}: resample={shown(stated['resample'])} in {filename}: only {BICUBIC}, bicubic, is")
     kinds = {each.name: each.type for each in fields(PixelSettings) if each.name not in EDGES.values()}
-    settings = {key: getattr(processor, key) for key in kinds} | stated
+    settings = default | stated
     checked = {key: _checked(name, filename, settings, key, kind) for key, kind in kinds.items()}
     for key, mine in SIZES.items():
         if checked[key] != getattr(vision, mine):
@@ -91,7 +115,7 @@ def _pixel_settings(name: str, filename: str, processor: Any, stated: dict[str, 
             )
     if 0.0 in checked["image_std"]:
         raise ModelLoadError(f"{name}: image_std in {filename} has a 0, by which nothing can be divided")
-    return checked | _pixel_range(name, filename, processor.size, stated)
+    return checked | _pixel_range(name, filename, default["size"], stated)
 
 
 def _pixel_range(name: str, filename: str, default: dict[str, int], stated: dict[str, Any]) -> dict[str, int]:
@@ -110,10 +134,10 @@ def _pixel_range(name: str, filename: str, default: dict[str, int], stated: dict
 
 
 def _video_settings(name: str, filename: str, stated: dict[str, Any], vision: Any) -> VideoSettings:
-    pixels = _pixel_settings(name, filename, Qwen3VLVideoProcessor, stated, vision)
+    pixels = _pixel_settings(name, filename, VIDEOS, stated, vision)
     if "num_frames" in stated or stated.get("do_sample_frames", True) is not True:
         raise ModelLoadError(f"{name}: {filename} sets a number of frames; only sampling by fps is supported")
-    settings = {key: getattr(Qwen3VLVideoProcessor, key) for key in (*SAMPLING, "max_video_tokens")} | stated
+    settings = VIDEOS | stated
     frames = {key: _checked(name, filename, settings, key, kind) for key, kind in SAMPLING.items()}
     if frames["min_frames"] > frames["max_frames"]:
         raise ModelLoadError(f"{name}: min_frames in {filename} is more than max_frames; correct the file")

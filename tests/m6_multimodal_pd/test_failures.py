@@ -221,7 +221,7 @@ def test_a_closed_engine_holds_neither_tower_nor_embeddings(seeing_directory: Pa
     config = ModelConfig(model=seeing_directory, device="cpu", dtype="float32")
     engine: Any = LLMEngine(model_config=config, **setting(8, 9))
     encoder = engine.engine_core.encoder
-    weights = next(iter(encoder.tower.network.parameters()))
+    weights = encoder.tower.network.pos_embed
     references = [weakref.ref(each) for each in (encoder.tower, weights.untyped_storage())]
     rid = engine.add_request(asking("c", 1), greedy(3))
     while state == "idle" and engine.has_unfinished_requests():

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,7 +206,7 @@ NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
     ("vision_config", {"patch_size": 0}, "vision_config.patch_size=0"),
     ("vision_config", {"patch_size": [4, 4]}, "vision_config.patch_size=[4, 4]"),
     ("vision_config", {"num_position_embeddings": 0}, "vision_config.num_position_embeddings=0"),
-    ("vision_config", {"hidden_act": "wiggle"}, "vision_config.hidden_act='wiggle' is not known"),
+    ("vision_config", {"hidden_act": "wiggle"}, "vision_config.hidden_act='wiggle' is not one of"),
     ("vision_config", {"model_type": "qwen2_vl_vision"}, "model_type|its config cannot be loaded"),
     ("text_config", {"model_type": "qwen3"}, "model_type='qwen3' where it must be 'qwen3_vl_text'"),
 ]
@@ -255,3 +257,12 @@ def test_a_tower_that_no_memory_holds_is_an_error_of_ours(directory: Path) -> No
     edit_config(directory, "vision_config", intermediate_size=2**47)
     for load_format in ("dummy", "auto"):
         assert "its weights cannot be loaded: they need" in refusal(directory, load_format=load_format)
+
+
+@pytest.mark.exhaustive  # a Python of its own
+def test_an_engine_of_pictures_starts_without_the_slow_imports_of_transformers() -> None:
+    script = (
+        "import sys, m6_multimodal_pd as m6; m6.LLMEngine().generate('hello');"
+        "sys.exit(sorted({'torch._dynamo', 'torch.distributed.tensor', 'sympy'} & set(sys.modules)) or None)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from m1_single_request.errors import ConfigError, ModelLoadError
 from m6_multimodal_pd.config import MultimodalConfig
@@ -16,7 +17,7 @@ from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from m6_multimodal_pd.multimodal.decode_video import Frames
 from m6_multimodal_pd.multimodal.media_reader import MediaLoader
-from m6_multimodal_pd.multimodal.processor_settings import read_settings
+from m6_multimodal_pd.multimodal.processor_settings import IMAGES, VIDEOS, read_settings
 from m6_multimodal_pd.multimodal.video_patches import resize
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem, VisionProcessor, timestamps
 
@@ -89,6 +90,11 @@ def test_images_are_what_transformers_makes_of_them(tmp_path: Path, limits: tupl
         assert item.item.feature.dtype == np.float32
         assert item.layout.grid_thw == tuple(made["image_grid_thw"][0])
         assert (item.timestamps, item.item.size) == ((), (width, height))
+
+
+def test_what_the_files_leave_out_is_as_in_transformers() -> None:
+    for ours, theirs in ((IMAGES, Qwen2VLImageProcessorPil), (VIDEOS, Qwen3VLVideoProcessor)):
+        assert ours == {key: tuple(value) if isinstance(value := getattr(theirs, key), list) else value for key in ours}
 
 
 def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
