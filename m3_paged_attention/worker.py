@@ -36,13 +36,15 @@ class GPUWorker:
         self.device = device = model_runner.device
         if device == torch.device("cuda"):  # without an index: the device that is current now, whatever is later
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self.on_device = current_device(self.device)
+        """Context in which the device is the current one, for one call at a time."""
 
     @torch.inference_mode()
     def measure_memory(self, num_tokens: int) -> MemoryProfile:
         """Measure the GPU memory of a step of `num_tokens` new tokens. Raises `ConfigError` if it does not fit."""
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            with current_device(self.device):
+            with self.on_device:
                 kv_bytes = self.model_runner.profile_run(num_tokens)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -63,12 +65,12 @@ class GPUWorker:
     @torch.inference_mode()
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV memory. Raises `ConfigError` if the machine has less."""
-        with current_device(self.device):
+        with self.on_device:
             self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
         """Run a step, described in the format of the model runner; return its tokens."""
-        with torch.inference_mode(), current_device(self.device), self.step_threads:
+        with torch.inference_mode(), self.on_device, self.step_threads:
             return self.model_runner.execute_model(decision)
 
     def free_request(self, request_id: str) -> None:

@@ -81,8 +81,8 @@ class ModelRunner:
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         logits = self.model.compute_logits(last)  # [batch_size, vocab]
         began = time.perf_counter()
-        prompts = self._prompts_to_rate(batch, hidden) if batch.prompts_to_rate else ()
-        of_prompts, errors = rate_prompts(prompts, self.model.compute_logits)
+        prompts = self._prompts_to_rate(batch, hidden)
+        of_prompts, errors = rate_prompts(prompts, self.model.compute_logits) if batch.prompts_to_rate else ({}, {})
         sampled = self.sampler(batch.rids, batch.sampling_info, logits, metadata)
         errors |= sampled.errors
         seconds = time.perf_counter() - began

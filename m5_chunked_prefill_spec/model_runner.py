@@ -146,8 +146,8 @@ class ModelRunner:
         """Sample from the hidden states of a forward, and verify its drafts."""
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         began = time.perf_counter()
-        prompts = self._prompts_to_rate(batch, hidden, forward_batch.starts) if batch.prompts_to_rate else ()
-        prompt_rows, errors = rate_prompts(prompts, self.model.compute_logits)
+        prompts = self._prompts_to_rate(batch, hidden, forward_batch.starts)
+        prompt_rows, errors = rate_prompts(prompts, self.model.compute_logits) if batch.prompts_to_rate else ({}, {})
         if not any(batch.sample_lens):  # the step is one piece of a prompt
             return ModelRunnerOutput([], [], [], prompt_logprobs=prompt_rows, errors=errors)
         logits = self.model.compute_logits(last)  # [sum(sample_lens), vocab]

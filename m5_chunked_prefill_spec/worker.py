@@ -3,7 +3,7 @@
 m3's worker has every other method. vLLM: `v1/worker/gpu_worker.py`; SGLang: `managers/tp_worker.py`.
 """
 
-from m3_paged_attention.worker import GPUWorker as StepWorker, current_device
+from m3_paged_attention.worker import GPUWorker as StepWorker
 from m5_chunked_prefill_spec.cost_table import CostTable
 
 
@@ -12,6 +12,6 @@ class GPUWorker(StepWorker):
 
     def measure_costs(self, most: int) -> CostTable:
         """Measure the costs of steps of up to `most` new tokens; needs the KV memory."""
-        with current_device(self.device):
+        with self.on_device:
             table: CostTable = self.model_runner.measure_costs(most)
         return table

@@ -117,8 +117,8 @@ class EngineCore(RadixEngineCore):
     def run_step(self) -> dict[str, RequestOutput]:
         """Queue the requests whose images were read, run one step, and add it to the totals. While all requests wait
         for images there is no step."""
-        self.check_alive()
-        if not self.media_intake.begin_step(self.add_request):
+        intake = self.media_intake
+        if intake.reading and not intake.begin_step(self.add_request):
             return {}
         outputs = super().run_step()
         self._encoder_totals = self.encoder.totals

@@ -70,7 +70,8 @@ class DecodeSide(EngineSide[KVReceiver]):
     def after_step(self) -> None:
         """Put pages into place that have come, take memory for waiting requests, send new tokens to the router, leave
         the rooms of ended requests."""
-        self._take_arrived()
+        if self.in_flight:
+            self._take_arrived()
         for req in self.core.scheduler.preallocate():
             occupied = next(o for o in self.rooms.values() if o.req is req)
             occupied.transfer.preallocated(req.kv_committed_len)

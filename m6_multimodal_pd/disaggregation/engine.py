@@ -84,6 +84,7 @@ class Engine:
         runner = core.executor.worker.model_runner
         drafts = [] if runner.draft_runner is None else [runner.draft_runner.kv]
         self.store = store = PageStore([runner.kv, *drafts])
+        self.on_device = current_device(store.device)  # not the worker's, which is entered inside of it
         self.side: EngineSide[Any]
         if self.role == "prefill":
             in_buffer = max(config.disaggregation.transfer_buffer_bytes // store.page_bytes, 1)
@@ -119,7 +120,7 @@ class Engine:
         Raises `EngineDeadError` if the device is lost: the engine cannot be used any more. The results of a step that
         finds it lost are sent before; a copy of KV that does raises at once.
         """
-        with current_device(self.store.device):  # streams of copies would open another one as well
+        with self.on_device:  # streams of copies would open another one as well
             for message in messages:
                 if isinstance(message, Call):
                     self._answer(message)
@@ -138,7 +139,7 @@ class Engine:
     def close(self) -> None:
         """Release all memory."""
         if self.core is not None:
-            with current_device(self.store.device):
+            with self.on_device:
                 self.side.transport.close()
             self.core.close()
 

@@ -63,7 +63,8 @@ class PrefillSide(EngineSide[KVSender]):
 
     def after_step(self) -> None:
         """Send pages that are complete; leave the rooms of requests that have ended."""
-        self._say_ready()
+        if self.in_flight:
+            self._say_ready()
         for occupied in list(self.rooms.values()):
             if occupied.req.is_finished:
                 self.leave(occupied)

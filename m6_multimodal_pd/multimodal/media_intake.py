@@ -59,11 +59,12 @@ class MediaIntake(RequestFamilies):
 
     def begin_step(self, add: Callable[[Request], None]) -> bool:
         """Call `add` with the requests whose images are all read since the last call, complete and in order of arrival;
-        mark those whose images cannot be used. If no other request can run, wait a moment for one.
+        mark those whose images cannot be used. If no other request can run, wait a moment for one. Called while there
+        are requests in `reading`.
 
         Returns whether there is a step to run: not while all requests wait for images.
         """
-        if self.reading and self.pool.receive(LONGEST_WAIT_S if self.is_only_reading else 0.0):
+        if self.pool.receive(LONGEST_WAIT_S if self.is_only_reading else 0.0):
             for request_id, request in list(self.reading.items()):
                 try:
                     whole = self.input_processor.completed(request)

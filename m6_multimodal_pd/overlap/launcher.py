@@ -24,7 +24,6 @@ from m3_paged_attention.attention.metadata import to_device
 from m3_paged_attention.attention.native_step import NativeStep
 from m3_paged_attention.executor import checked
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.worker import current_device
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
@@ -158,9 +157,8 @@ class Launcher:
 
     def _run(self, part: Callable[[ForwardOutput], None], launched: ForwardOutput) -> None:
         """Run a part of a step, as the worker runs whole steps; its error is that of the step."""
-        worker = self.worker
         try:
-            with torch.inference_mode(), current_device(worker.device), worker.step_threads:
+            with torch.inference_mode(), self.worker.on_device, self.worker.step_threads:
                 part(launched)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold tensors of the forward

@@ -8,8 +8,6 @@ notes which device is current wherever an engine computes, reserves or copies me
 
 import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -65,15 +63,9 @@ class Devices:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
 
-    @contextmanager
-    def current(self, device: torch.device) -> Iterator[None]:
+    def current(self, device: torch.device) -> "Guard":
         """In place of `current_device`. A tensor has no index on a CPU: its device is that of the engine."""
-        device = self.engine if device.index is None else device
-        self.entered.append(device)
-        try:
-            yield
-        finally:
-            assert self.entered.pop() is device
+        return Guard(self.entered, self.engine if device.index is None else device)
 
     @property
     def now(self) -> str:
@@ -102,6 +94,22 @@ class Devices:
             return usual(owner, *args, **kwargs)
 
         return noted
+
+
+class Guard:
+    """A context in which a device is the current one; as torch's, it may be entered again once it was left."""
+
+    def __init__(self, entered: list[torch.device], device: torch.device) -> None:
+        self.entered, self.device, self.is_entered = entered, device, False
+
+    def __enter__(self) -> None:
+        assert not self.is_entered, "torch's would forget which device was current before"
+        self.entered.append(self.device)
+        self.is_entered = True
+
+    def __exit__(self, *_: object) -> None:
+        assert self.entered.pop() is self.device
+        self.is_entered = False
 
 
 def replace_everywhere(monkeypatch: pytest.MonkeyPatch, usual: Any, other: Any) -> None:
