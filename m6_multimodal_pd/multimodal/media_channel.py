@@ -18,12 +18,12 @@ from typing import IO, Any, Generic, TypeVar
 import msgspec
 
 from m1_single_request.errors import shown
-from m6_multimodal_pd.disaggregation.runtime.wire import ArrayReader, ArrayWriter, Frame
 from m6_multimodal_pd.errors import WireError
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from m6_multimodal_pd.multimodal.decode_video import Frames
 from m6_multimodal_pd.multimodal.media_settings import MediaSettings
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
+from m6_multimodal_pd.wire import ArrayReader, ArrayWriter, Frame
 
 M = TypeVar("M")
 

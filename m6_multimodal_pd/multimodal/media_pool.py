@@ -24,7 +24,7 @@ from typing import IO, Any
 import torch
 
 from m1_single_request.tracer import Tracer
-from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
+from m6_multimodal_pd.dropped import when_dropped
 from m6_multimodal_pd.errors import InvalidMediaError, PeerLostError, RemoteError, WireError
 from m6_multimodal_pd.events import MediaProcessLost
 from m6_multimodal_pd.multimodal import media_process

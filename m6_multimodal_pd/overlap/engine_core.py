@@ -28,7 +28,7 @@ from m4_radix_cache.model_worker_batch import ForwardMode
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m5_chunked_prefill_spec.speculative.proposer import DraftModelProposer
-from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
+from m6_multimodal_pd.dropped import when_dropped
 from m6_multimodal_pd.engine_core import EngineCore
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched

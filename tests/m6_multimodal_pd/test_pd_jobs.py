@@ -20,9 +20,9 @@ from m6_multimodal_pd.disaggregation.runtime.jobs import (
     row_of,
 )
 from m6_multimodal_pd.disaggregation.runtime.messages import Ended, Fault, Job, Prefill, ToEngine, ToRouter
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import RemoteError, TransferError
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs
+from m6_multimodal_pd.wire import Codec
 from tests.m6_multimodal_pd.items import inputs, item, make_req
 
 CODEC: Codec[Any] = Codec(ToEngine, 2**20)

@@ -17,9 +17,9 @@ from m1_single_request import SamplingParams
 from m1_single_request.sampler import LogprobRow
 from m6_multimodal_pd.disaggregation.runtime import messages
 from m6_multimodal_pd.disaggregation.runtime.credentials import GroupKeys
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import WireError
 from m6_multimodal_pd.multimodal.inputs import Modality, MultimodalDataItem, MultimodalInputs
+from m6_multimodal_pd.wire import Codec
 
 UNIONS: dict[str, Codec[Any]] = {
     name: Codec(getattr(messages, name), 2**20) for name in ("ToEngine", "ToRouter", "PeerMessage")

@@ -14,7 +14,7 @@ from m6_multimodal_pd.disaggregation.runtime import messages, socket_links
 from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys
 from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
 from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec
+from m6_multimodal_pd.wire import Codec
 from tests.m6_multimodal_pd.items import make_req
 from tests.m6_multimodal_pd.pd_engines import Listener
 

@@ -20,8 +20,8 @@ from m1_single_request.errors import ConfigError
 from m6_multimodal_pd.disaggregation.runtime import door, endpoint
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys, GroupKeys
 from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, LOOPBACK, WELCOME, EngineSocket, RouterSocket
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError
+from m6_multimodal_pd.wire import Codec
 from tests.m6_multimodal_pd.processes import open_files, process_of
 
 KEYS = GroupKeys.generate()

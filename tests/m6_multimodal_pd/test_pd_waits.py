@@ -22,7 +22,7 @@ from m6_multimodal_pd.disaggregation.members import vocabulary_of
 from m6_multimodal_pd.disaggregation.runtime import messages
 from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys
 from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, WELCOME
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec
+from m6_multimodal_pd.wire import Codec
 from tests.m6_multimodal_pd.processes import free_address, process_of
 from tests.m6_multimodal_pd.silent_engine import SilentEngine
 

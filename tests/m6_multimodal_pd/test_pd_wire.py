@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from m6_multimodal_pd.disaggregation.runtime.wire import DTYPES, MAX_FRAMES, MAX_HEAD_BYTES, Codec
 from m6_multimodal_pd.errors import WireError
+from m6_multimodal_pd.wire import DTYPES, MAX_FRAMES, MAX_HEAD_BYTES, Codec
 
 MAX_BYTES = 2**20
 

@@ -36,8 +36,8 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments, remove_leftovers
 from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket
 from m6_multimodal_pd.disaggregation.runtime.watchdog import Watchdog
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError
+from m6_multimodal_pd.wire import Codec
 
 STDIN = 0
 HEARTBEAT_S = 1.0

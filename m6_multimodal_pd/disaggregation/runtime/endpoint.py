@@ -16,8 +16,8 @@ import zmq
 from m1_single_request.errors import ConfigError, shown
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.runtime.door import HANDSHAKE_TIMEOUT_S
-from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec, Frame
+from m6_multimodal_pd.dropped import when_dropped
+from m6_multimodal_pd.wire import Codec, Frame
 
 M = TypeVar("M")
 

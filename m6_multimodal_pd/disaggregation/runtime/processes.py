@@ -26,13 +26,13 @@ from m1_single_request.held_interrupt import HeldInterrupt
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, on_own_device
 from m6_multimodal_pd.disaggregation.runtime.config_json import to_json
 from m6_multimodal_pd.disaggregation.runtime.credentials import GroupKeys
-from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
 from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
 from m6_multimodal_pd.disaggregation.runtime.links import Lost
 from m6_multimodal_pd.disaggregation.runtime.messages import Failed, Fault, Joined, Order, Role, ToRouter
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import remove_leftovers
 from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
 from m6_multimodal_pd.disaggregation.runtime.sockets import LOOPBACK
+from m6_multimodal_pd.dropped import when_dropped
 from m6_multimodal_pd.errors import EngineLostError
 
 PACKAGES = str(Path(__file__).resolve().parents[3])

@@ -16,8 +16,8 @@ from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT
 from m6_multimodal_pd.disaggregation.runtime.links import Lost
 from m6_multimodal_pd.disaggregation.runtime.messages import Call, Probe, Refused, ToEngine, ToRouter
 from m6_multimodal_pd.disaggregation.runtime.sockets import RouterSocket
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError
+from m6_multimodal_pd.wire import Codec
 
 PROBE_EVERY_S = 1.0
 

@@ -30,10 +30,10 @@ import zmq
 from m1_single_request.errors import ConfigError, shown
 from m6_multimodal_pd.disaggregation.runtime.credentials import NAME, CurveKeys, check_address
 from m6_multimodal_pd.disaggregation.runtime.door import Doorkeeper
-from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
 from m6_multimodal_pd.disaggregation.runtime.endpoint import Endpoint, M
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec
+from m6_multimodal_pd.dropped import when_dropped
 from m6_multimodal_pd.errors import PeerLostError, WireError
+from m6_multimodal_pd.wire import Codec
 
 LOOPBACK = "tcp://127.0.0.1:*"
 HELLO = b"HELLO"
