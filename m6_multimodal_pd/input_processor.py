@@ -19,7 +19,7 @@ from m3_paged_attention.request import ParentRequest
 from m5_chunked_prefill_spec.input_processor import InputProcessor as TextInputProcessor
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, PadValues
 from m6_multimodal_pd.multimodal.media_parts import media_parts, without_media
-from m6_multimodal_pd.multimodal.media_pool import MediaJob, MediaPool
+from m6_multimodal_pd.multimodal.media_pool import MediaJob
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.prompt import ChatPrompt, MultimodalPrompts
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
@@ -39,11 +39,9 @@ class InputProcessor(TextInputProcessor):
         max_num_batched_tokens: int | None,
         max_total_tokens: int,
         media: MediaReader | None,
-        media_pool: MediaPool | None,
         guesses_texts_only: bool,
     ) -> None:
-        """`media`: None for a model without vision. `media_pool`: processes that read the images of messages; None if
-        this process does. `guesses_texts_only`: the draft model has no vision."""
+        """`media`: None for a model without vision. `guesses_texts_only`: the draft model has no vision."""
         super().__init__(
             request_class=request_class,
             detokenizer_class=detokenizer_class,
@@ -55,7 +53,6 @@ class InputProcessor(TextInputProcessor):
         self.guesses_texts_only = guesses_texts_only
         self.pad_values = PadValues(self.vocab_size)
         self.prompts = None if media is None else MultimodalPrompts(self, media)
-        self.media_pool = media_pool
 
     def process_request(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> Request:
         """Build a request as m1 does; a prompt may also be messages, or the result of `apply_chat_template`.
@@ -84,7 +81,7 @@ class InputProcessor(TextInputProcessor):
     ) -> tuple[list[int], UnreadMedia | None]:
         """Return the prompt of a conversation, and None; or, if other processes read its images, the prompt with one
         placeholder for each, and the images."""
-        if self.prompts is None or self.media_pool is None:
+        if self.prompts is None or not self.prompts.media.settings.config.num_media_processes:
             return self.apply_chat_template(messages), None
         draft = self.prompts.draft(messages)
         unread = self.prompts.media.loader.unread
@@ -97,12 +94,13 @@ class InputProcessor(TextInputProcessor):
         Raises the error of an image that cannot be used, and of a prompt that is too long, as `process_request`.
         """
         unread: UnreadMedia = children_of(request)[0].unread
-        results = [job.result for job in unread.jobs if job.result is not None]
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        items: list[ProcessedItem] = []
+        for job in unread.jobs:
+            if isinstance(job.result, Exception):
+                raise job.result
+            if job.result is not None:
+                items.append(job.result)
         assert self.prompts is not None, "a model without vision has no images"
-        items = [result for result in results if isinstance(result, ProcessedItem)]
         self.prompts.check_room(items)
         if len(items) < len(unread.jobs):
             return None

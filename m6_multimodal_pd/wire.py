@@ -57,12 +57,7 @@ class Codec(Generic[M]):
 
         Raises WireError if it is larger than the limits, or has a value that cannot be sent.
         """
-        arrays = ArrayWriter(self.max_bytes)
-        try:
-            head = msgspec.msgpack.encode(message, enc_hook=arrays.add)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise WireError(f"a {type(message).__name__} cannot be sent: {shown(str(error))}") from error
-        frames: list[Frame] = [head, *arrays.frames]
+        frames = frames_of(message, self.max_bytes)
         self._check_sizes([len(frame) for frame in frames])
         return frames
 
@@ -88,6 +83,16 @@ class Codec(Generic[M]):
             raise WireError(f"a message with a head of {sizes[0]} bytes; {MAX_HEAD_BYTES} are the limit")
         if sum(sizes) > self.max_bytes:
             raise WireError(f"a message of {sum(sizes)} bytes; {self.max_bytes} are the limit")
+
+
+def frames_of(message: Any, max_bytes: int) -> list[Frame]:
+    """Return the frames of `message`, as `Codec.encode`; only its arrays are limited, to `max_bytes` in all."""
+    arrays = ArrayWriter(max_bytes)
+    try:
+        head = msgspec.msgpack.encode(message, enc_hook=arrays.add)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(f"a {type(message).__name__} cannot be sent: {shown(str(error))}") from error
+    return [head, *arrays.frames]
 
 
 class ArrayWriter:

@@ -39,7 +39,6 @@ from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
-from m6_multimodal_pd.multimodal.media_pool import MediaPool
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.media_settings import MediaSettings
 from m6_multimodal_pd.multimodal.processor_settings import read_settings
@@ -71,8 +70,6 @@ class PreparedEngine:
         prefix_cache_class(config.cache, parts)  # raises before the model is loaded
         loaded = load(config.model)
         self.media = media_reader_of(config, parts, loaded)  # first: an error of its files comes before measurements
-        group = config.disaggregation
-        self.media_pool = None if group else media_pool_of(self.media, parts, tracer)  # a group has one at its router
         self.drafting = load_draft_model(
             load, config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
         )
@@ -81,6 +78,7 @@ class PreparedEngine:
         budget = config.multimodal.budget(device.type)
         self.encoder = parts["encoder"](tower=loaded.vision, cache=embeddings, budget=budget, tracer=tracer)
         self.threads = step_threads(tracer, loaded, self.drafting)
+        group = config.disaggregation
         self.num_engines = num_engines = 1 if group is None else group.num_engines_on(device)
         self.loaded, self.runs, self.kv_budget = fit_to_memory(loaded, self._make, config, num_shares=num_engines)
 
@@ -104,7 +102,6 @@ class PreparedEngine:
                 loaded,
                 size,
                 media=self.media,
-                media_pool=self.media_pool,
                 guesses_texts_only=self.drafting is not None,
             ),
             scheduler=build_scheduler(config, limits, with_budget, pools, loaded, costs, tracer),
@@ -146,10 +143,7 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
     check_parts(parts, PARTS, config.disaggregation)
     described = describe_model(on_own_device(config, FIRST_ENGINE).model)
     media = media_reader_of(config, parts, described)
-    pool = media_pool_of(media, parts, tracer)
-    return build_disaggregated(
-        config, parts, tracer, described=described, media=media, media_pool=pool, prepare=prepare
-    )
+    return build_disaggregated(config, parts, tracer, described=described, media=media, prepare=prepare)
 
 
 def engine_core_class(config: EngineConfig, parts: Mapping[str, Any]) -> Any:
@@ -164,11 +158,14 @@ def engine_core_class(config: EngineConfig, parts: Mapping[str, Any]) -> Any:
 
 
 def media_reader_of(config: EngineConfig, parts: Mapping[str, Any], model: ModelDescription) -> MediaReader | None:
-    """Return the media reader of a model; None for a model without vision."""
+    """Return the media reader of a model; None for a model without vision. Raises `ConfigError` for processes and a
+    reader of the user's own."""
     language = language_of(model)
     if language is None:
         check_unused(config.multimodal, model.name)
         return None
+    if config.multimodal.num_media_processes and parts["media_reader"] is not MediaReader:
+        raise ConfigError("num_media_processes has no effect on a media_reader of your own, which runs in this process")
     image, video = read_settings(model.name, config.multimodal, model.config.vision_config)
     settings = MediaSettings(
         config=config.multimodal,
@@ -178,16 +175,6 @@ def media_reader_of(config: EngineConfig, parts: Mapping[str, Any], model: Model
         max_item_tokens=config.multimodal.embedding_cache_bytes // (language.visual_width * model.dtype.itemsize),
     )
     return parts["media_reader"](settings=settings)
-
-
-def media_pool_of(media: MediaReader | None, parts: Mapping[str, Any], tracer: Tracer) -> MediaPool | None:
-    """Return the processes that read the images of messages, which start with the first one; None if this process reads
-    them. Raises `ConfigError` for processes and a media reader of the user's own."""
-    if media is None or not media.settings.config.num_media_processes:
-        return None
-    if parts["media_reader"] is not MediaReader:
-        raise ConfigError("num_media_processes has no effect on a media_reader of your own, which runs in this process")
-    return MediaPool(media.settings, tracer)
 
 
 def check_unused(config: MultimodalConfig, name: str) -> None:

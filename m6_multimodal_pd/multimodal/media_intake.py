@@ -16,6 +16,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.parallel_sampling import RequestFamilies, ids_of
 from m6_multimodal_pd.events import MediaAwaited
 from m6_multimodal_pd.input_processor import InputProcessor, children_of
+from m6_multimodal_pd.multimodal.media_pool import MediaPool
 
 LONGEST_WAIT_S = 0.05
 """Time that a call waits for images if no request can run, in seconds; then the caller has control again."""
@@ -30,7 +31,9 @@ class MediaIntake(RequestFamilies):
     def __init__(self, *, scheduler: Any, tracer: Tracer, input_processor: Any) -> None:
         super().__init__(scheduler=scheduler, tracer=tracer)
         self.input_processor: InputProcessor = input_processor
-        self.pool: Any = input_processor.media_pool
+        prompts = input_processor.prompts
+        self.pool: Any = None if prompts is None else MediaPool(prompts.media.settings, tracer)
+        """None for a model without vision."""
         self.reading: dict[str, Request] = {}
         """Requests that wait for their images, by id, in order of arrival."""
         self._ids: set[str] = set()

@@ -25,20 +25,12 @@ import torch
 
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.dropped import when_dropped
-from m6_multimodal_pd.errors import InvalidMediaError, PeerLostError, RemoteError, WireError
+from m6_multimodal_pd.errors import InvalidMediaError, PeerLostError, WireError
 from m6_multimodal_pd.events import MediaProcessLost
 from m6_multimodal_pd.multimodal import media_process
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from m6_multimodal_pd.multimodal.decode_video import Frames
-from m6_multimodal_pd.multimodal.media_channel import (
-    Channel,
-    Done,
-    FromProcess,
-    Order,
-    ProcessFrames,
-    ProcessPicture,
-    ReadPart,
-)
+from m6_multimodal_pd.multimodal.media_channel import FromProcess, ReadFrames, ReadPart, ReadPicture, receive, send
 from m6_multimodal_pd.multimodal.media_settings import MediaSettings
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
 
@@ -53,7 +45,7 @@ REAP_TIMEOUT_S = 1.0
 class MediaJob:
     """An item to be read."""
 
-    message: ReadPart | ProcessPicture | ProcessFrames
+    message: ReadPart | ReadPicture | ReadFrames
     result: ProcessedItem | Exception | None = None
     """None until it is read."""
     num_attempts: int = 0
@@ -63,8 +55,8 @@ class MediaJob:
     def of(cls, unread: dict[str, Any] | Picture | Frames, what: str) -> "MediaJob":
         """Return the job for a result of `MediaLoader.unread`; `what` names the item in errors."""
         if isinstance(unread, Picture):
-            return cls(ProcessPicture(what, unread))
-        return cls(ProcessFrames(what, unread) if isinstance(unread, Frames) else ReadPart.of(unread, what))
+            return cls(ReadPicture(what, unread))
+        return cls(ReadFrames(what, unread) if isinstance(unread, Frames) else ReadPart(what, unread))
 
 
 class MediaProcess:
@@ -73,31 +65,29 @@ class MediaProcess:
     def __init__(self, settings: MediaSettings) -> None:
         """Start the process. Raises `OSError` if the system does not allow another one."""
         self.job: MediaJob | None = None
-        ours, theirs = socket.socketpair()
-        self.channel: Channel[Done | Any] = Channel(ours, FromProcess, mapped)
         self.deadline = 0.0
         """Time at which it must have read its job."""
-        descriptor = theirs.fileno()
+        self.connection, theirs = socket.socketpair()
         # `-P`, and a process group of its own: as an engine of a group, see `disaggregation/runtime/processes.py`
-        command = [sys.executable, "-P", str(Path(media_process.__file__)), str(descriptor)]
+        command = [sys.executable, "-P", str(Path(media_process.__file__)), str(theirs.fileno())]
         try:
             with theirs:
-                self.channel.send(Order(settings))  # first: it waits in the socket, and a failure leaves no process
+                send(self.connection, settings)  # first: it waits in the socket, and a failure leaves no process
                 self.process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env=os.environ | {"OMP_NUM_THREADS": "1"},
-                    pass_fds=[descriptor],
+                    pass_fds=[theirs.fileno()],
                     process_group=0,
                 )
         except BaseException:
-            ours.close()
+            self.connection.close()
             raise
 
     def end(self) -> int | None:
         """Kill the process, which holds nothing that outlives it. Return its exit status, None if it does not end."""
-        self.channel.connection.close()
+        self.connection.close()
         self.process.kill()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(REAP_TIMEOUT_S)
@@ -112,8 +102,8 @@ class MediaPool:
         self.waiting: deque[MediaJob] = deque()
         self.processes: list[MediaProcess] = []
         self.longest_s = settings.config.url_timeout_s + LONGEST_READ_S
-        self._failed: list[MediaJob] = []
-        """Jobs that no process has, to be returned by the next `receive`."""
+        self._has_results = False
+        """Whether a job got its result since the last `receive`."""
         when_dropped(self, _end_all, self.processes)
 
     def submit(self, jobs: Iterable[MediaJob]) -> None:
@@ -130,26 +120,25 @@ class MediaPool:
             self.processes.remove(process)
             process.end()
 
-    def receive(self, timeout_s: float) -> list[MediaJob]:
-        """Return the jobs that have a result since the last call. Wait at most `timeout_s` seconds for one."""
-        finished, self._failed = self._failed, []
-        busy = {each.channel.connection: each for each in self.processes if each.job is not None}
-        for connection in wait(list(busy), 0.0 if finished else timeout_s) if busy else ():
+    def receive(self, timeout_s: float) -> bool:
+        """Give results to their jobs; wait at most `timeout_s` seconds for one. Return whether a job got its result
+        since the last call."""
+        busy = {each.connection: each for each in self.processes if each.job is not None}
+        for connection in wait(list(busy), 0.0 if self._has_results else timeout_s) if busy else ():
             process = busy[connection]  # type: ignore[index]
-            assert process.job is not None
             try:
-                message = process.channel.receive()
+                message = receive(process.connection, FromProcess, mapped)
             except Exception as error:  # it has ended, or what it sends is no message
                 self._lose(process, f"{type(error).__name__}: {error}")
                 continue
-            job, process.job = process.job, None
-            job.result = message.item if isinstance(message, Done) else _error_of(message)
-            finished.append(job)
-        for process in list(busy.values()):
+            self._finish(process.job, message.result)
+            process.job = None
+        for process in busy.values():
             if process.job is not None and process in self.processes and time.monotonic() > process.deadline:
                 self._lose(process, f"it has read for more than {self.longest_s:g} s")
         self._dispatch()
-        return finished
+        has_results, self._has_results = self._has_results, False
+        return has_results
 
     def close(self) -> None:
         """End all processes. May be called twice."""
@@ -171,13 +160,12 @@ class MediaPool:
                     process = MediaProcess(self.settings)
                     self.processes.append(process)
                 with suppress(ConnectionError):  # it has just ended: `receive` will find that
-                    process.channel.send(job.message)
+                    send(process.connection, job.message)
                 process.job, process.deadline = job, time.monotonic() + self.longest_s
-            except WireError as error:
-                self._fail(job, InvalidMediaError(f"{job.message.what}: it cannot go to another process: {error}"))
-            except OSError as error:  # of the system's limits: of processes, of memory, of open files
+            except (WireError, OSError) as error:  # `OSError`: no process, memory or open file is left
                 text = "no process can be started to read it" if process is None else "it cannot go to another process"
-                self._fail(job, PeerLostError(f"{job.message.what}: {text}: {error}"))
+                kind = InvalidMediaError if isinstance(error, WireError) else PeerLostError
+                self._finish(job, kind(f"{job.message.what}: {text}: {error}"))
 
     def _lose(self, process: MediaProcess, cause: str) -> None:
         """End and remove a lost process. Its job, if it has one, is the next one, unless it was the last attempt."""
@@ -191,11 +179,11 @@ class MediaPool:
             self.waiting.appendleft(job)
         else:
             text = f"{job.message.what}: the process that read it was lost, for the second time: {cause}"
-            self._fail(job, PeerLostError(f"{text} (status {status})"))
+            self._finish(job, PeerLostError(f"{text} (status {status})"))
 
-    def _fail(self, job: MediaJob, error: Exception) -> None:
-        job.result = error
-        self._failed.append(job)
+    def _finish(self, job: MediaJob | None, result: ProcessedItem | Exception) -> None:
+        assert job is not None
+        job.result, self._has_results = result, True
 
 
 def mapped(file: IO[bytes]) -> memoryview:
@@ -205,10 +193,6 @@ def mapped(file: IO[bytes]) -> memoryview:
     """
     name, num_bytes = f"/dev/fd/{file.fileno()}", os.fstat(file.fileno()).st_size
     return torch.from_file(name, shared=False, size=num_bytes, dtype=torch.uint8).numpy().data
-
-
-def _error_of(failed: Any) -> Exception:
-    return InvalidMediaError(failed.text) if failed.is_media_error else RemoteError(failed.text)
 
 
 def _end_all(processes: list[MediaProcess]) -> None:

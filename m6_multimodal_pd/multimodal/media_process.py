@@ -13,7 +13,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 PACKAGES = Path(__file__).resolve().parents[2]
 """The folder of the milestones' packages."""
@@ -31,29 +30,24 @@ def skip_package_inits() -> None:
 
 def serve(connection: socket.socket) -> None:
     """Read media until the other end of the connection is closed."""
-    from m6_multimodal_pd.multimodal.media_channel import Channel, Order, ToProcess
-    from m6_multimodal_pd.multimodal.media_reader import MediaReader
-
-    channel: Channel[Any] = Channel(connection, ToProcess)
-    with suppress(EOFError, ConnectionError):
-        order = channel.receive()
-        assert isinstance(order, Order), "the first message has the settings"
-        reader = MediaReader(settings=order.settings)
-        while True:
-            channel.send(answer(reader, channel.receive()))
-
-
-def answer(reader: Any, message: Any) -> Any:
-    """Return the patches for a message, or the error."""
     from m6_multimodal_pd.errors import InvalidMediaError
-    from m6_multimodal_pd.multimodal.media_channel import Done, Failed
+    from m6_multimodal_pd.multimodal.media_channel import ItemRead, ReadingFailed, ToProcess, receive, send
+    from m6_multimodal_pd.multimodal.media_reader import MediaReader
+    from m6_multimodal_pd.multimodal.media_settings import MediaSettings
 
-    try:
-        return Done(reader.process(message.part, message.what))
-    except Exception as error:
-        is_media_error = isinstance(error, InvalidMediaError)
-        text = str(error) if is_media_error else f"{message.what}: {type(error).__name__}: {error}"
-        return Failed(is_media_error, text.encode("utf-8", "backslashreplace").decode())  # a name may hold surrogates
+    with suppress(EOFError, ConnectionError):
+        reader = MediaReader(settings=receive(connection, MediaSettings))
+        while True:
+            message = receive(connection, ToProcess)
+            answer: ItemRead | ReadingFailed
+            try:
+                answer = ItemRead(reader.process(message.part, message.what))
+            except Exception as error:
+                is_media_error = isinstance(error, InvalidMediaError)
+                text = str(error) if is_media_error else f"{message.what}: {type(error).__name__}: {error}"
+                text = text.encode("utf-8", "backslashreplace").decode()  # a name may hold surrogates
+                answer = ReadingFailed(is_media_error, text)
+            send(connection, answer)
 
 
 if __name__ == "__main__":

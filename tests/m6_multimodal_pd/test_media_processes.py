@@ -77,7 +77,7 @@ def reading(make_engine: MakeEngine) -> Iterator[Callable[..., Any]]:
 
 def processes_of(engine: Any) -> list[subprocess.Popen[bytes]]:
     """Those that run now."""
-    pool = engine.engine_core.input_processor.media_pool
+    pool = engine.engine_core.families.pool
     return [] if pool is None else [each.process for each in pool.processes]
 
 
@@ -664,7 +664,6 @@ def test_a_group_reads_images_at_its_router(seeing_directory: Path, make_engine:
     limits = {"num_media_processes": 1, "allowed_url_schemes": ("http",)}
     wanted = make_engine(**setting()).generate(showing(image(FILES["one"])), SHORT).token_ids
     with Group(seeing_directory, **setting(multimodal=limits)) as group:
-        assert all(each.core.input_processor.media_pool is None for each in group.links.engines.values())
         for rid in ("image", "aborted"):
             group.engine.add_request(showing(site.part("one")), SHORT, request_id=rid)
         group.engine.add_request([5, 6, 7], SHORT, request_id="text")
@@ -679,4 +678,5 @@ def test_a_group_reads_images_at_its_router(seeing_directory: Path, make_engine:
         assert last["aborted"].outputs[0].finish_reason == "abort"
         assert isinstance(last["junk"].error, InvalidMediaError)
         running = processes_of(group.engine)
+        assert not any(each.core.families.pool.processes for each in group.links.engines.values())
     assert running and all(process.returncode is not None for process in running)

@@ -49,14 +49,12 @@ def build_disaggregated(
     *,
     described: Any,
     media: Any,
-    media_pool: Any,
     prepare: Callable[..., Any],
 ) -> RouterCore:
     """Build a group of engines behind a router, and wait until they have joined.
 
-    `described`: the model without weights; `media`: its media reader; `media_pool`: processes that read images, or
-    None; `prepare` prepares one engine. Raises `EngineLostError` for an engine that does not join, and the error of one
-    that cannot be built.
+    `described`: the model without weights; `media`: its media reader; `prepare` prepares one engine. Raises
+    `EngineLostError` for an engine that does not join, and the error of one that cannot be built.
     """
     group = config.disaggregation
     with ExitStack() as undo:
@@ -80,7 +78,6 @@ def build_disaggregated(
             described,
             min(member.joined.total_tokens for member in router.members.values()),
             media=media,
-            media_pool=media_pool,
             guesses_texts_only=config.speculative.method == "draft_model",
         )
         core = RouterCore(
