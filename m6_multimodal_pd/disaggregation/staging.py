@@ -34,7 +34,7 @@ from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.events import PathChosen
 from m6_multimodal_pd.disaggregation.page_store import Copy, PageStore
 from m6_multimodal_pd.disaggregation.runtime.device_memory import DeviceSegments, nothing, page_lock
-from m6_multimodal_pd.disaggregation.runtime.frames import Frames
+from m6_multimodal_pd.disaggregation.runtime.frames import FramePool
 from m6_multimodal_pd.disaggregation.runtime.messages import DeviceSegment, Offer, Ticket
 from m6_multimodal_pd.errors import TransferError
 
@@ -67,7 +67,7 @@ class Outgoing:
 
     segment: str
     memory: Tensor  # [num_frames, page_bytes]
-    frames: Frames
+    frames: FramePool
     unlock: Callable[[], object]
     is_linked: bool = True
     """Whether its name in host memory is still there."""
@@ -204,7 +204,7 @@ class StagedSource:
             outgoing.frames.check_invariants()
 
     def _outgoing(self, segment: str, memory: Tensor, unlock: Callable[[], object]) -> Outgoing:
-        return Outgoing(segment, memory.view(self.num_frames, -1), Frames(self.num_frames), unlock)
+        return Outgoing(segment, memory.view(self.num_frames, -1), FramePool(self.num_frames), unlock)
 
     def _freed(self, target: str, number: int) -> Outgoing:
         """Free the frames of a ticket, and return the segment that has them."""

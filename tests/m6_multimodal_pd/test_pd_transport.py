@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from m1_single_request.errors import ConfigError, EngineError
 from m6_multimodal_pd.disaggregation.page_store import PageStore
-from m6_multimodal_pd.disaggregation.runtime.frames import Frames
+from m6_multimodal_pd.disaggregation.runtime.frames import FramePool
 from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.runtime.messages import Ticket
 from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
@@ -74,7 +74,7 @@ def test_a_page_is_as_many_bytes_as_the_arithmetic_says() -> None:
 
 
 def test_the_first_hole_that_is_large_enough_is_taken() -> None:
-    frames = Frames(10)
+    frames = FramePool(10)
     for number, held in enumerate([range(6, 7), range(2, 4)]):
         frames.hold(number, held)  # holes: 0-1, 4-5, 7-9
     assert frames.find(1) == range(1) and frames.find(2) == range(2) and frames.find(3) == range(7, 10)

@@ -10,7 +10,7 @@ The pages of a ticket are side by side. New in this milestone. SGLang: `StagingA
 """
 
 
-class Frames:
+class FramePool:
     """Which of `num_frames` frames are held, by which ticket."""
 
     def __init__(self, num_frames: int) -> None:
