@@ -25,7 +25,14 @@ from m3_paged_attention.attention.registry import Backend, resolve
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.models.architecture import MODEL_TYPES, DecoderConfig, decoder_config
 from m3_paged_attention.models.decoder import Decoder
-from m3_paged_attention.models.weights import PREFIX, WEIGHT_FILES, DecoderWeights, dummy_weights, load_weights
+from m3_paged_attention.models.weights import (
+    PREFIX,
+    WEIGHT_FILES,
+    DecoderWeights,
+    dummy_weights,
+    load_weights,
+    read_headers,
+)
 
 MAX_POSITIONS = 2**24
 
@@ -78,7 +85,8 @@ def _weights(config: ModelConfig, described: ModelDescription, shape: DecoderCon
     name, device, dtype = described.name, described.device, described.dtype
     if config.load_format == "dummy":
         return dummy_weights(shape, dtype, device, config.seed)
-    return load_weights(name, weights_directory(name), shape, dtype, device, prefix=PREFIX, not_ours=())
+    headers = read_headers(name, weights_directory(name))
+    return load_weights(name, headers, shape, dtype, device, prefix=PREFIX, not_ours=())
 
 
 def weights_directory(name: str) -> Path:

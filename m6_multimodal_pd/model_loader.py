@@ -17,7 +17,7 @@ from m1_single_request.model_loader import (
 from m1_single_request.precision import count_weights
 from m3_paged_attention.attention.registry import resolve
 from m3_paged_attention.model_loader import check_positions, check_room, load_described, weights_directory
-from m3_paged_attention.models.weights import DecoderWeights, dummy_weights, load_weights
+from m3_paged_attention.models.weights import DecoderWeights, dummy_weights, load_weights, read_headers
 from m6_multimodal_pd.config import ModelConfig
 from m6_multimodal_pd.models import qwen3_vl, vision
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder, VLDecoderConfig, vl_decoder_config
@@ -83,8 +83,8 @@ def _weights(
     if config.load_format == "dummy":
         tower = VisionTower.dummy(vision_config, dtype, device, config.seed)
         return tower, dummy_weights(language.decoder, dtype, device, config.seed)
-    directory = weights_directory(name)
-    tower = VisionTower.load(name, directory, vision_config, dtype, device)  # first: its errors are raised early
+    headers = read_headers(name, weights_directory(name))
+    tower = VisionTower.load(name, headers, vision_config, dtype, device)  # first: its errors are raised early
     return tower, load_weights(
-        name, directory, language.decoder, dtype, device, prefix=qwen3_vl.PREFIX, not_ours=(vision.PREFIX,)
+        name, headers, language.decoder, dtype, device, prefix=qwen3_vl.PREFIX, not_ours=(vision.PREFIX,)
     )

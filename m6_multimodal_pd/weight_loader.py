@@ -31,7 +31,7 @@ from m3_paged_attention.model_loader import weights_directory
 from m3_paged_attention.models.architecture import MODEL_TYPES, decoder_config
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
-from m3_paged_attention.models.weights import HEAD, PREFIX, allocate, checked_headers, parts_of
+from m3_paged_attention.models.weights import HEAD, PREFIX, allocate, check_decoder, parts_of, read_headers
 from m6_multimodal_pd.config import ModelConfig
 from m6_multimodal_pd.model_loader import LoadedModel, describe_model, language_of, load_model
 from m6_multimodal_pd.models import qwen3_vl, vision
@@ -109,11 +109,12 @@ class WeightLoader:
             ) from error
 
     def _checkpoint(self, model: str) -> Checkpoint:
-        decoder, tower, directory = self.runner.model, self.encoder.tower, weights_directory(model)
+        decoder, tower = self.runner.model, self.encoder.tower
+        headers = read_headers(model, weights_directory(model))
         prefix, not_ours = (PREFIX, ()) if tower is None else (qwen3_vl.PREFIX, (vision.PREFIX,))
-        headers = checked_headers(model, directory, decoder.config, decoder.dtype, prefix=prefix, not_ours=not_ours)
+        check_decoder(model, headers, decoder.config, decoder.dtype, prefix=prefix, not_ours=not_ours)
         if tower is not None:
-            headers |= vision.checked_headers(model, directory, tower.tensors)
+            vision.check_tower(model, headers, tower.tensors)
         return Checkpoint(model, prefix, TensorFiles(headers))
 
     @torch.inference_mode()

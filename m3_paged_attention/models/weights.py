@@ -143,7 +143,7 @@ def parts_of(config: DecoderConfig, layer: str, field: str, tensor: Tensor) -> d
 
 def load_weights(
     name: str,
-    directory: Path,
+    headers: Mapping[str, Header],
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -151,29 +151,32 @@ def load_weights(
     prefix: str,
     not_ours: tuple[str, ...],
 ) -> DecoderWeights:
-    """Load the decoder's weights from a directory's safetensors. Raises `ModelLoadError` for a tensor that mismatches.
+    """Load the decoder's weights from the files of `headers`. Raises `ModelLoadError` for a tensor that mismatches.
 
     In the files of a larger model the decoder's names begin with `prefix`; names that begin with one of `not_ours`
     belong to another part of the model.
     """
-    headers = checked_headers(name, directory, config, dtype, prefix=prefix, not_ours=not_ours)
+    check_decoder(name, headers, config, dtype, prefix=prefix, not_ours=not_ours)
     weights = allocate(config, dtype, device)
     fill(places(config, weights, prefix), headers)
     return weights
 
 
-def checked_headers(
-    name: str, directory: Path, config: DecoderConfig, dtype: torch.dtype, *, prefix: str, not_ours: tuple[str, ...]
-) -> dict[str, Header]:
-    """Return the headers of the decoder's tensors, as `load_weights` reads them and with its errors.
-
-    Of the tensors themselves it reads the output layer alone, where it is stored although config.json ties it.
-    """
-    headers = {key: header for key, header in read_headers(name, directory).items() if not key.startswith(not_ours)}
+def check_decoder(
+    name: str,
+    headers: Mapping[str, Header],
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    *,
+    prefix: str,
+    not_ours: tuple[str, ...],
+) -> None:
+    """Raise the errors of `load_weights`, which stand in the headers. Of the tensors themselves it reads the output
+    layer alone, where it is stored although config.json ties it."""
+    headers = {key: header for key, header in headers.items() if not key.startswith(not_ours)}
     check_headers(name, headers, places(config, allocate(config, dtype, torch.device("meta")), prefix))
     if config.tie_word_embeddings and HEAD in headers:
         _check_tied_head(name, headers, f"{prefix}embed_tokens.weight", dtype)
-    return headers
 
 
 def fill(targets: Mapping[str, Tensor], headers: Mapping[str, Header]) -> None:

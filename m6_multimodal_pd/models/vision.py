@@ -7,7 +7,6 @@ one forward of the network, those of different requests together. vLLM: `Qwen3_V
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from m1_single_request.errors import ModelLoadError, shown
 from m1_single_request.model_loader import check_size
-from m3_paged_attention.models.weights import Header, check_headers, draw, fill, read_headers
+from m3_paged_attention.models.weights import Header, check_headers, draw, fill
 from m6_multimodal_pd.models.qwen3_vl import VLDecoderConfig
 from m6_multimodal_pd.models.vision_network import ACTIVATIONS, Grid, VisionNetwork, allocate
 
@@ -62,10 +61,15 @@ class VisionTower:
 
     @classmethod
     def load(
-        cls, name: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+        cls,
+        name: str,
+        headers: Mapping[str, Header],
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> "VisionTower":
-        """Fill the tower from a directory's safetensors. Raises `ModelLoadError` for a tensor that does not fit."""
-        headers = checked_headers(name, directory, allocate(config, dtype, torch.device("meta")))
+        """Fill the tower from the files of `headers`. Raises `ModelLoadError` for a tensor that does not fit."""
+        check_tower(name, headers, allocate(config, dtype, torch.device("meta")))
         tensors = allocate(config, dtype, device)
         fill({PREFIX + key: tensor for key, tensor in tensors.items()}, headers)
         return cls(config, tensors)
@@ -92,11 +96,10 @@ class VisionTower:
         return [torch.cat(parts, dim=1) for parts in zip(*features, strict=True)]
 
 
-def checked_headers(name: str, directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, Header]:
-    """Return the headers of the tower's tensors. Raises `ModelLoadError` unless they are those of `tensors`."""
-    headers = {key: header for key, header in read_headers(name, directory).items() if key.startswith(PREFIX)}
-    check_headers(name, headers, {PREFIX + key: tensor for key, tensor in tensors.items()})
-    return headers
+def check_tower(name: str, headers: Mapping[str, Header], tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ModelLoadError` unless the tower's tensors in the files are those of `tensors`."""
+    ours = {key: header for key, header in headers.items() if key.startswith(PREFIX)}
+    check_headers(name, ours, {PREFIX + key: tensor for key, tensor in tensors.items()})
 
 
 def count_weights(config: PreTrainedConfig) -> int:

@@ -26,6 +26,7 @@ from m3_paged_attention.models.weights import (
     dummy_weights,
     load_weights,
     places,
+    read_headers,
 )
 from tests.equivalence.models import ARCHITECTURES, save_random_model
 from tests.m3_paged_attention.checkpoints import edit_config, edit_weights
@@ -43,7 +44,8 @@ def shape_of(directory: Path) -> DecoderConfig:
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
-    return load_weights(str(directory), directory, shape_of(directory), dtype, CPU, prefix=PREFIX, not_ours=())
+    headers = read_headers(str(directory), directory)
+    return load_weights(str(directory), headers, shape_of(directory), dtype, CPU, prefix=PREFIX, not_ours=())
 
 
 refusal = partial(refusal_of, load)

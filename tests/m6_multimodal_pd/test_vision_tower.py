@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from m3_paged_attention.models.weights import read_headers
 from m6_multimodal_pd.models.vision import VisionTower
 from tests.m6_multimodal_pd.vl_models import PATCH_DIM, VISION, picture, save_random_vl_model, theirs
 
@@ -24,7 +25,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> VisionTower:
     config = AutoConfig.from_pretrained(directory).vision_config
-    return VisionTower.load(str(directory), directory, config, dtype, CPU)
+    return VisionTower.load(str(directory), read_headers(str(directory), directory), config, dtype, CPU)
 
 
 @pytest.fixture(scope="module")

@@ -390,14 +390,14 @@ def test_a_file_that_is_replaced_behind_its_check_is_not_read(
 ) -> None:
     """Its tensors may be of other shapes and types."""
     path = Path(shutil.copytree(pair[1], tmp_path / "other"))
-    usual, expected = weight_loader.checked_headers, answer(running)
+    usual, expected = weight_loader.read_headers, answer(running)
 
     def replaced(*args: Any, **options: Any) -> Any:
         headers = usual(*args, **options)
         edit_weights(path, lambda each: each.update({Q_PROJ: each[Q_PROJ].to(torch.float64)}))
         return headers
 
-    monkeypatch.setattr(weight_loader, "checked_headers", replaced)
+    monkeypatch.setattr(weight_loader, "read_headers", replaced)
     with pytest.raises(ModelLoadError, match="was changed while it was read"):
         running.update_weights(path)
     assert answer(running) == expected
