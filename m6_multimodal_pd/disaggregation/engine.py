@@ -118,20 +118,22 @@ class Engine:
         """Handle messages, run a step if there is one to run, and send its results. Returns whether a step ran.
 
         Raises `EngineDeadError` if the device is lost: the engine cannot be used any more. The results of a step that
-        finds it lost are sent before; a copy of KV that does raises at once.
+        finds it lost are sent before; a copy of KV that does raises at once, behind the events of the step.
         """
-        with self.on_device:  # streams of copies would open another one as well
-            for message in messages:
-                if isinstance(message, Call):
-                    self._answer(message)
-                else:
-                    self.side.handle(message)
-            has_stepped = self.has_work()
-            if has_stepped:
-                self.core.run_step()
-            self.side.after_step()
-        if self.reporter is not None:
-            self.reporter.flush()
+        try:
+            with self.on_device:  # streams of copies would open another one as well
+                for message in messages:
+                    if isinstance(message, Call):
+                        self._answer(message)
+                    else:
+                        self.side.handle(message)
+                has_stepped = self.has_work()
+                if has_stepped:
+                    self.core.run_step()
+                self.side.after_step()
+        finally:
+            if self.reporter is not None:
+                self.reporter.flush()
         if self.core.dead is not None:
             raise self.core.dead
         return has_stepped

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from m1_single_request.errors import EngineDeadError
 from m1_single_request.trace_event import Event, volatile
 from m1_single_request.tracer import TraceRecord
 from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Joined, Relay, ReportedEvent, StepEvents
@@ -95,6 +96,21 @@ def test_the_events_that_led_to_a_message_are_sent_before_it(seeing_directory: P
             assert isinstance(before, StepEvents) and before.events[-1].kind == "chunk_sent"
             facts = dict(before.events[-1].facts)
             assert (facts["room"], facts["number"]) == (own[place].body.room, own[place].body.number)
+
+
+def test_the_events_of_a_step_are_sent_before_a_copy_finds_the_device_lost(seeing_directory: Path) -> None:
+    with Group(seeing_directory, is_traced=True) as group:
+        engine = group.engines["prefill-0"]
+
+        def after_step() -> None:
+            if engine.core.iteration:
+                raise EngineDeadError("KV cannot be copied any more")
+
+        engine.side.after_step = after_step  # type: ignore[method-assign]
+        group.run({"a": (asking(2, 3), greedy(4), {})})
+        of_engine = [each for name, each in group.wire.heard if name == "prefill-0" and isinstance(each, StepEvents)]
+        assert "prefill-0" not in group.engines
+        assert of_engine[-1].step == 1 and of_engine[-1].events[-1].kind == "step_done"
 
 
 def test_without_a_reader_nothing_is_told(seeing_directory: Path) -> None:
