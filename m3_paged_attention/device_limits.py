@@ -19,9 +19,11 @@ the same limits: they are upper limits, and the KV memory decides how many reque
 `EngineArgs.get_batch_defaults`, 256 requests, and 1,024 from 70 GiB on.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from m1_single_request.model_loader import LoadedModel
 
 GIB = 2**30
 TOKENS_BELOW = {35: 2048, 60: 4096, 160: 8192}
@@ -45,13 +47,12 @@ class DeviceLimits(NamedTuple):
 CPU_LIMITS = DeviceLimits(max_num_seqs=16, max_num_batched_tokens=2048, total_bytes=None)
 
 
-def device_limits(*loaded: Any) -> DeviceLimits:
-    """Return the default limits on the device of these models, the target first; None is no model."""
-    total_bytes = device_memory(loaded[0].device)
+def device_limits(loaded: LoadedModel, *, bytes_per_token: int) -> DeviceLimits:
+    """Return the default limits on the device of a model. `bytes_per_token`: of the KV."""
+    total_bytes = device_memory(loaded.device)
     if total_bytes is None:
         return CPU_LIMITS
-    bytes_per_token = sum(each.kv_bytes_per_token for each in loaded if each is not None)
-    return limits_of(total_bytes, bytes_per_token=bytes_per_token, max_model_len=loaded[0].max_model_len)
+    return limits_of(total_bytes, bytes_per_token=bytes_per_token, max_model_len=loaded.max_model_len)
 
 
 def limits_of(total_bytes: int, *, bytes_per_token: int, max_model_len: int) -> DeviceLimits:

@@ -103,7 +103,8 @@ PARTS: dict[str, Any] = M2_PARTS | {
 
 def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
     """Build the parts that run requests of at most `loaded.max_model_len` tokens."""
-    limits = config.scheduler.resolved(loaded.max_model_len, device_limits(loaded))
+    device = device_limits(loaded, bytes_per_token=loaded.kv_bytes_per_token)
+    limits = config.scheduler.resolved(loaded.max_model_len, device)
     runner = parts["model_runner"](
         loaded_model=loaded,
         scheduler_config=limits,

@@ -97,7 +97,8 @@ class Runner(NamedTuple):
 
 def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
     """Build the executor for requests of at most `loaded.max_model_len` tokens."""
-    limits = config.scheduler.resolved(loaded.max_model_len, device_limits(loaded))
+    device = device_limits(loaded, bytes_per_token=loaded.kv_bytes_per_token)
+    limits = config.scheduler.resolved(loaded.max_model_len, device)
     assert limits.max_num_seqs is not None
     rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
     runner = parts["model_runner"](

@@ -92,7 +92,8 @@ def build_executor(
 ) -> Runner:
     """Build the executor for requests of at most `loaded.max_model_len` tokens. `more`: further keywords of the
     `model_runner`."""
-    device = config.speculative.limits(device_limits(loaded, drafting))
+    bytes_per_token = sum(each.kv_bytes_per_token for each in (loaded, drafting) if each is not None)
+    device = config.speculative.limits(device_limits(loaded, bytes_per_token=bytes_per_token))
     limits = config.scheduler.resolved(loaded.max_model_len, device)
     assert limits.max_num_seqs is not None
     rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)

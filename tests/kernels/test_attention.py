@@ -178,7 +178,7 @@ def test_the_prefill_kernel_passes_few_new_tokens_over(backend, device, monkeypa
 @pytest.mark.interpreter
 def test_the_number_of_splits_follows_from_the_bucket_and_the_device() -> None:
     pytest.importorskip("triton")
-    from m3_paged_attention.attention.triton_backend import MOST_SPLITS, num_splits
+    from m3_paged_attention.attention.triton_tiles import MOST_SPLITS, num_splits
 
     assert [num_splits(rows, 8, 132) for rows in (1, 2, 4, 8, 16, 64, 256, 512)] == [32, 32, 32, 16, 8, 2, 1, 1]
     assert num_splits(1, 8, 16) == 8 and num_splits(1, 1, 4) == 16

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from m3_paged_attention.attention import metadata
+from m3_paged_attention import host_to_device
 
 DEVICE = torch.device("xla")
 """Of a kind that is not CUDA, for which memory of the host would be pinned, and no CPU."""
@@ -77,10 +77,10 @@ def sending(function: Callable[..., Tensor | None], device: FakeDevice) -> Calla
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """Let all engines of m3 and later have such a device; how many copies there were to it."""
-    device, original = FakeDevice(), metadata.to_device
+    device, original = FakeDevice(), host_to_device.to_device
     monkeypatch.setattr(OnDevice, "device_of_test", device, raising=False)
     monkeypatch.setattr("m1_single_request.sampler.sent", device.sent)
-    monkeypatch.setattr(metadata, "sent", device.sent)
+    monkeypatch.setattr(host_to_device, "sent", device.sent)
     for module in [module for name, module in sys.modules.items() if name.startswith(PACKAGES)]:
         if getattr(module, "to_device", None) is original:
             monkeypatch.setattr(module, "to_device", lambda batch, _: original(batch, DEVICE))
