@@ -34,7 +34,8 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     ToRouter,
 )
 from m6_multimodal_pd.disaggregation.runtime.reporter import Reporter
-from m6_multimodal_pd.disaggregation.staging import Segments, StagedSource, StagedTarget
+from m6_multimodal_pd.disaggregation.segments import Segments
+from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
 
 
 class Engine:

@@ -22,10 +22,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
 import msgspec
-import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError, shown
@@ -33,32 +31,13 @@ from m1_single_request.field_rules import PositiveInt, valid
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.events import PathChosen
 from m6_multimodal_pd.disaggregation.page_store import Copy, PageStore
-from m6_multimodal_pd.disaggregation.runtime.device_memory import DeviceSegments, nothing, page_lock
+from m6_multimodal_pd.disaggregation.runtime.device_memory import nothing, page_lock
 from m6_multimodal_pd.disaggregation.runtime.frames import FramePool
 from m6_multimodal_pd.disaggregation.runtime.messages import DeviceSegment, Offer, Ticket
+from m6_multimodal_pd.disaggregation.segments import Segments
 from m6_multimodal_pd.errors import TransferError
 
 NO_SHARED_GPU = "the two engines share no GPU memory"
-
-
-class Segments(Protocol):
-    """Memory that two engines map. A segment lives as long as a tensor of it does, on either side."""
-
-    def create(self, num_bytes: int) -> tuple[str, Tensor]:
-        """Return new memory, uint8 `[num_bytes]`, and the name that opens it. Raises `TransferError`."""
-        ...
-
-    def open(self, name: str, num_bytes: int) -> Tensor:
-        """Return the memory of that name and exactly that size, to be read. Raises `TransferError` for other names."""
-        ...
-
-    def unlink(self, name: str) -> None:
-        """Remove a name, so that the memory cannot be opened again. No effect for a name that is removed."""
-        ...
-
-    def on_device(self, device: torch.device) -> DeviceSegments | None:
-        """Return the segments in the memory of a GPU; None if the two engines can share none there."""
-        ...
 
 
 @dataclass
@@ -69,8 +48,6 @@ class Outgoing:
     memory: Tensor  # [num_frames, page_bytes]
     frames: FramePool
     unlock: Callable[[], object]
-    is_linked: bool = True
-    """Whether its name in host memory is still there."""
     is_offered: bool = False
     """Whether the target has not answered the offer of a segment in GPU memory."""
     copies: dict[int, Copy] = field(default_factory=dict)
@@ -118,16 +95,16 @@ class StagedSource:
         try:
             if self.device_segments is None or self.device_segments.readable[0] not in devices:
                 raise TransferError(NO_SHARED_GPU)
-            memory, frames = self.device_segments.create(self.num_frames * self.store.page_bytes)
+            description, memory = self.device_segments.create(self.num_frames * self.store.page_bytes)
         except TransferError as error:
             self.why_host[target] = str(error)
             return None
         segment = f"gpu-{secrets.token_hex(16)}"
-        self.targets[target] = outgoing = self._outgoing(segment, frames, nothing)
-        outgoing.is_linked, outgoing.is_offered = False, True
+        self.targets[target] = outgoing = self._outgoing(segment, memory, nothing)
+        outgoing.is_offered = True
         ticket = Ticket(next(self._numbers), segment, self.num_frames, 0)
         outgoing.frames.hold(ticket.number, range(0))
-        return Offer(ticket, memory)
+        return Offer(ticket, description)
 
     def send(self, target: str, pages: Sequence[int]) -> Ticket | None:
         """Begin to copy pages into free frames, which the ticket holds from then on; the pages may change afterwards.
@@ -174,7 +151,7 @@ class StagedSource:
         if outgoing.is_offered:
             outgoing.is_offered = False
             self.tracer.emit(PathChosen, peer=target, path="GPU memory", why="it can read this GPU")
-        self._unlink(outgoing)
+        self.segments.unlink(outgoing.segment)
 
     def refused(self, target: str, number: int, why: str) -> None:
         """Drop the segment of this ticket, which the target could not map. The next pages go through another one, in
@@ -191,7 +168,7 @@ class StagedSource:
         if outgoing is not None:
             self.store.wait()
             outgoing.unlock()
-            self._unlink(outgoing)
+            self.segments.unlink(outgoing.segment)
 
     def close(self) -> None:
         """Drop all segments."""
@@ -212,11 +189,6 @@ class StagedSource:
         if outgoing is None or number in outgoing.copies or not outgoing.frames.free(number):
             raise TransferError(f"target {shown(target)} releases {shown(number)}, which is not in transit to it")
         return outgoing
-
-    def _unlink(self, outgoing: Outgoing) -> None:
-        if outgoing.is_linked:
-            self.segments.unlink(outgoing.segment)
-            outgoing.is_linked = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.runtime.messages import Ticket
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments
-from m6_multimodal_pd.disaggregation.staging import Segments, StagedSource, StagedTarget
+from m6_multimodal_pd.disaggregation.segments import Segments
+from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
 from tests.m6_multimodal_pd.processes import eventually
 
 FP32 = {"block_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
