@@ -22,10 +22,10 @@ from m6_multimodal_pd.input_processor import InputProcessor, children_of
 from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.media_intake import MediaIntake
-from m6_multimodal_pd.operations import Operations
 from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.request import Req
-from m6_multimodal_pd.weight_loader import check_loader
+from m6_multimodal_pd.step_profiler import StepProfiler
+from m6_multimodal_pd.weight_loader import WeightLoader, check_loader
 
 
 class EngineCore(RadixEngineCore):
@@ -47,7 +47,7 @@ class EngineCore(RadixEngineCore):
         parts: Mapping[str, Any],
         tracer: Tracer,
         encoder: Encoder,
-        operations: Operations,
+        weight_loader: WeightLoader,
     ) -> None:
         super().__init__(
             input_processor=input_processor,
@@ -61,7 +61,7 @@ class EngineCore(RadixEngineCore):
         self._intake = self.families = self.media_intake = MediaIntake(
             scheduler=scheduler, tracer=tracer, input_processor=input_processor
         )
-        self.encoder, self.operations = encoder, operations
+        self.encoder, self.weight_loader, self.profiler = encoder, weight_loader, StepProfiler()
         self._encoder_totals = encoder.totals  # up to the last finished step
 
     def add_request(self, request: Request) -> None:
@@ -77,18 +77,18 @@ class EngineCore(RadixEngineCore):
         if self.has_unfinished_requests():
             raise EngineUsageError("weights are exchanged between requests, and some are unfinished")
         check_loader(self._parts)
-        checkpoint = self.operations.weight_loader.check(model)
+        checkpoint = self.weight_loader.check(model)
         with self.changing():
             self._forget_all(FinishAbort())
             try:
-                self.operations.weight_loader.load(checkpoint)
+                self.weight_loader.load(checkpoint)
             except EngineDeadError as error:
                 self.dead = error
                 raise
 
     def close(self) -> None:
         """Stop a profile that is being recorded, and close as in m4."""
-        self.operations.close()
+        self.profiler.drop()
         try:
             super().close()
         finally:

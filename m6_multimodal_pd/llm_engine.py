@@ -39,9 +39,9 @@ class LLMEngine(RadixEngine):
         """Start recording steps with torch's profiler; `stop_profile` writes them into this folder."""
         self._check_usable()
         check_path("folder", folder)
-        self.engine_core.operations.start_profile(str(folder))
+        self.engine_core.profiler.start(str(folder))
 
     def stop_profile(self) -> list[Path]:
         """Stop recording; return the files written, for chrome://tracing or Perfetto."""
         self._check_usable()
-        return [Path(name) for name in self.engine_core.operations.stop_profile()]
+        return [Path(name) for name in self.engine_core.profiler.stop()]

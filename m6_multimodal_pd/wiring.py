@@ -42,7 +42,6 @@ from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.media_settings import MediaSettings
 from m6_multimodal_pd.multimodal.processor_settings import read_settings
-from m6_multimodal_pd.operations import Operations
 from m6_multimodal_pd.overlap.engine_core import OverlapEngineCore
 from m6_multimodal_pd.prefill_adder import PrefillAdder
 from m6_multimodal_pd.request import Req
@@ -51,7 +50,7 @@ from m6_multimodal_pd.weight_loader import WeightLoader
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the models, size the KV memory, measure, and put the parts together."""
-    prepared = prepare(config, parts, tracer)
+    prepared = PreparedEngine(config, parts, tracer)
     return prepared.complete(prepared.loaded.max_model_len)
 
 
@@ -61,9 +60,11 @@ class PreparedEngine:
     loaded: LoadedModel
     """With the maximum length for which this engine has memory."""
 
-    def __init__(self, config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer, load: Any) -> None:
-        """Call `load` for the models, and fit the maximum length of requests to the memory, without reserving KV
-        memory."""
+    def __init__(self, config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer, load: Any = None) -> None:
+        """Load the models, and fit the maximum length of requests to the memory, without reserving KV memory.
+
+        `load`: used in place of the part `model_loader` by engines that share their models."""
+        load = load or parts["model_loader"]
         self.config, self.parts, self.tracer = config, parts, tracer
         device = config.model.torch_device()
         check_memory_share(config.cache, device)
@@ -92,8 +93,6 @@ class PreparedEngine:
         pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
         size = pools.token_to_kv_pool_allocator.size
         with_budget = dict(parts) | {"prefill_adder": adder_of(parts, loaded, encoder)}
-        runner = worker.model_runner
-        weight_loader = WeightLoader(config=config.model, loaded=loaded, runner=runner, encoder=encoder)
         return engine_core_class(config, parts)(
             input_processor=build_input_processor(
                 config,
@@ -111,7 +110,7 @@ class PreparedEngine:
             parts=parts,
             tracer=tracer,
             encoder=encoder,
-            operations=Operations(weight_loader),
+            weight_loader=WeightLoader(config=config.model, loaded=loaded, runner=worker.model_runner, encoder=encoder),
         )
 
     def _make(self, loaded: LoadedModel) -> Runner:
@@ -131,11 +130,6 @@ def graph_capture_of(config: EngineConfig, tracer: Tracer, *, is_alone: bool) ->
     )
 
 
-def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer, load: Any = None) -> PreparedEngine:
-    """Prepare an engine. `load`: used in place of the part `model_loader` by engines that share their models."""
-    return PreparedEngine(config, parts, tracer, load or parts["model_loader"])
-
-
 def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore | RouterCore:
     """Build one engine, or a group of engines and its router."""
     if config.disaggregation is None:
@@ -143,7 +137,7 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
     check_parts(parts, PARTS, config.disaggregation)
     described = describe_model(on_own_device(config, FIRST_ENGINE).model)
     media = media_reader_of(config, parts, described)
-    return build_disaggregated(config, parts, tracer, described=described, media=media, prepare=prepare)
+    return build_disaggregated(config, parts, tracer, described=described, media=media, prepare=PreparedEngine)
 
 
 def engine_core_class(config: EngineConfig, parts: Mapping[str, Any]) -> Any:

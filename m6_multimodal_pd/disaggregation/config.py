@@ -3,6 +3,7 @@
 vLLM: `KVTransferConfig`; SGLang: `--disaggregation-mode`, `--disaggregation-transfer-backend` of `ServerArgs`.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +20,7 @@ TransportName = Literal["shared_memory", "in_process"]
 NumEngines = Annotated[int, Meta(ge=1, le=64)]
 HEARTBEAT_TIMEOUT_S = 15.0
 FIRST_ENGINE = "prefill-0"
+DEVICES = re.compile(r" *(cpu|cuda)(:[0-9]{1,2})? *(, *\1(:[0-9]{1,2})? *)*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +107,12 @@ class DisaggregationConfig:
 
 
 def parsed_devices(devices: str) -> list[tuple[str, int]]:
-    """Return type and index of each device. Raises `ConfigError` for a text that does not name devices of one type."""
-    parsed = []
-    for name in devices.split(",") if isinstance(devices, str) else ["meta"]:
-        try:
-            device = torch.device(name.strip())
-        except RuntimeError:
-            device = torch.device("meta")
-        if str(device) != name.strip() or device.type not in ("cpu", "cuda"):  # to torch cuda:256 is cuda:0
-            raise ConfigError(f"devices={shown(devices)} must be a list of devices such as cuda:0,cuda:1")
-        parsed.append((device.type, device.index or 0))
-    if len({kind for kind, _ in parsed}) > 1:
-        raise ConfigError(f"devices={shown(devices)} mixes GPUs and CPUs, whose KV and precision differ: use one type")
-    return parsed
+    """Return type and index of each device. Raises `ConfigError` for a text that does not name devices of one type,
+    because KV and precision differ between the types."""
+    if not isinstance(devices, str) or not DEVICES.fullmatch(devices):
+        raise ConfigError(f"devices={shown(devices)} must be a list of GPUs, or of CPUs, such as cuda:0,cuda:1")
+    parsed = [torch.device(name.strip()) for name in devices.split(",")]
+    return [(device.type, device.index or 0) for device in parsed]
 
 
 def on_own_device(config: Any, name: str) -> Any:

@@ -162,15 +162,15 @@ class Engine:
             case "flush_cache":
                 return self.core.flush_cache()
             case "check_weights":
-                self.core.operations.weight_loader.check(call.argument)
+                self.core.weight_loader.check(call.argument)
             case "update_weights":
                 if self.core.scheduler.marked:  # requests that the router has aborted before end first
                     self.core.run_step()
                 self.core.update_weights(call.argument)
             case "start_profile":
-                self.core.operations.start_profile(call.argument)
+                self.core.profiler.start(call.argument)
             case "stop_profile":
-                return self.core.operations.stop_profile()
+                return self.core.profiler.stop()
         return None
 
 

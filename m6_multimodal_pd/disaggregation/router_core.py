@@ -49,7 +49,9 @@ class RouterCore(EngineCoreBase):
         self.families = MediaIntake(scheduler=router, tracer=router.tracer, input_processor=input_processor)
         super().__init__(input_processor, router, output_processor, parts, router.tracer)
         self._intake = self.families
-        self.operations = GroupOperations(weakref.proxy(self))  # without a cycle a group ends with its last user
+        self.profiler = StepProfiler()  # of this process
+        if router.config.transport != "in_process":
+            self.profiler = GroupProfiler(weakref.proxy(self))  # without a cycle a group ends with its last user
         self._numbers = count(ON_JOINING + 1)
 
     def run_step(self) -> dict[str, RequestOutput]:
@@ -73,7 +75,7 @@ class RouterCore(EngineCoreBase):
 
     def close(self) -> None:
         """Stop a profile that is being recorded, and end all engines."""
-        self.operations.profiler.drop()
+        self.profiler.drop()
         try:
             self.router.links.close()
         finally:  # a second Ctrl-C may stop it: no message goes out any more
@@ -181,25 +183,19 @@ class RouterCore(EngineCoreBase):
         return [(member, number not in member.calls) for member in asked]
 
 
-class GroupOperations:
-    """Profiles the steps of all engines of a group, as `Operations` does for one engine."""
+class GroupProfiler(StepProfiler):
+    """Records the steps of engines in other processes, by the profiler of each."""
 
     def __init__(self, core: RouterCore) -> None:
-        self.core, self.profiler = core, StepProfiler()
-        self.is_in_process = core.router.config.transport == "in_process"
-        """All engines are in this process, so that one profiler records them."""
+        super().__init__()
+        self.core = core
 
-    def start_profile(self, folder: str) -> None:
+    def start(self, folder: str) -> None:
         """Start recording steps in each process that has an engine."""
-        if self.is_in_process:
-            self.profiler.start(folder)
-        else:
-            self.core.call_all("start_profile", folder)
+        self.core.call_all("start_profile", folder)
 
-    def stop_profile(self) -> list[str]:
+    def stop(self) -> list[str]:
         """Stop recording; return the names of the files of all processes."""
-        if self.is_in_process:
-            return self.profiler.stop()
         return [name for names in self.core.call_all("stop_profile").values() for name in names]
 
 

@@ -82,7 +82,7 @@ class OverlapEngineCore(EngineCore):
         if self.obstacle is None:
             self.launcher = Launcher(self.executor.worker, self.scheduler.pools.req_to_token_pool.size)
             self.obstacle = self.launcher.obstacle()
-            self.operations.profiler.settle = self.launcher.wait
+            self.profiler.settle = self.launcher.wait
             when_dropped(self, self.launcher.close)  # before the memory is freed that its thread reads
         self.tracer.emit(NormalOrder.of, self.obstacle)
         self._outputs: dict[str, RequestOutput] = {}  # of the call that runs

@@ -28,7 +28,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Tokens,
 )
 from m6_multimodal_pd.disaggregation.staging import StagedSource
-from m6_multimodal_pd.wiring import PARTS, prepare
+from m6_multimodal_pd.wiring import PARTS, PreparedEngine
 from tests.m6_multimodal_pd.engines import setting as m6_setting
 from tests.support.engines import Recorder, drain
 
@@ -381,7 +381,9 @@ def check_rows(own: Sequence[Any] | None, other: Sequence[Any] | None, what: str
 
 def engine_of(role: Any, config: Any, shared: Any, send: Any) -> Engine:
     """An engine of this process that comes late."""
-    return Engine(role=role, config=config, parts=PARTS, prepare=prepare, segments=shared, send=send, is_traced=False)
+    return Engine(
+        role=role, config=config, parts=PARTS, prepare=PreparedEngine, segments=shared, send=send, is_traced=False
+    )
 
 
 def add(links: LocalLinks, name: str, make: Callable[[Any], Engine]) -> None:

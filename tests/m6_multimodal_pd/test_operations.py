@@ -116,7 +116,7 @@ def test_weights_that_do_not_fit_are_not_exchanged_and_put_back(tmp_path: Path, 
 def break_decode(engine: LLMEngine, phase: str, model: Path) -> Any:
     """The decode engine fails in this phase of loading a model. Return the router."""
     router: Any = engine.engine_core.router  # type: ignore[attr-defined]
-    loader = router.links.engines["decode-0"].core.operations.weight_loader
+    loader = router.links.engines["decode-0"].core.weight_loader
     usual = getattr(loader, phase)
 
     def broken(model_or_checkpoint: Any) -> Any:

@@ -113,7 +113,7 @@ class Process:
 
     def _build(self) -> Engine | None:
         """Return an engine that is ready. None if it cannot be built (the router receives the error), or has to end."""
-        from m6_multimodal_pd.wiring import PARTS, prepare
+        from m6_multimodal_pd.wiring import PARTS, PreparedEngine
 
         torch.set_num_threads(self.order.num_threads)
         try:
@@ -121,7 +121,7 @@ class Process:
                 role=self.order.role,
                 config=self.config,
                 parts=PARTS,
-                prepare=prepare,
+                prepare=PreparedEngine,
                 segments=SharedMemorySegments(self.order.owner),
                 send=self.socket.send,
                 is_traced=self.order.is_traced,
