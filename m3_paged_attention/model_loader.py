@@ -26,7 +26,6 @@ from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.models.architecture import MODEL_TYPES, DecoderConfig, decoder_config
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.weights import (
-    PREFIX,
     WEIGHT_FILES,
     DecoderWeights,
     dummy_weights,
@@ -85,8 +84,7 @@ def _weights(config: ModelConfig, described: ModelDescription, shape: DecoderCon
     name, device, dtype = described.name, described.device, described.dtype
     if config.load_format == "dummy":
         return dummy_weights(shape, dtype, device, config.seed)
-    headers = read_headers(name, weights_directory(name))
-    return load_weights(name, headers, shape, dtype, device, prefix=PREFIX, not_ours=())
+    return load_weights(name, read_headers(name, weights_directory(name)), shape, dtype, device)
 
 
 def weights_directory(name: str) -> Path:

@@ -15,6 +15,7 @@ from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.step_threads import StepThreads, step_threads
 from m3_paged_attention.wiring import trace_start
+from m3_paged_attention.worker import GPUWorker
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.wiring import (
@@ -40,7 +41,6 @@ from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner, limite
 from m5_chunked_prefill_spec.speculative.proposer import make_proposer
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m5_chunked_prefill_spec.speculative.speculation import Speculation
-from m5_chunked_prefill_spec.worker import GPUWorker
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
@@ -193,17 +193,18 @@ PARTS: dict[str, Any] = M4_PARTS | {
     "rejection_sampler": RejectionSampler,
     "scheduler": Scheduler,
     "model_runner": ModelRunner,
-    "worker": GPUWorker,
 }
 # --8<-- [end:parts]
 
 
 def cost_table(limits: SchedulerConfig, worker: GPUWorker, tracer: Tracer) -> CostTable | None:
-    """Return the cost table for `target_gap_ms`, given or measured now, and emit it; None without a target."""
+    """Return the cost table for `target_gap_ms`, given or measured now on the device of `worker`, and emit it; None
+    without a target."""
     if limits.target_gap_ms is None:
         return None
     assert limits.max_num_batched_tokens is not None
-    table = limits.cost_table or worker.measure_costs(limits.max_num_batched_tokens)
+    with worker.on_device:
+        table = limits.cost_table or worker.model_runner.measure_costs(limits.max_num_batched_tokens)
     tracer.emit(CostsMeasured.of, table, given=limits.cost_table is not None)
     return table
 

@@ -83,8 +83,6 @@ def _weights(
     if config.load_format == "dummy":
         tower = VisionTower.dummy(vision_config, dtype, device, config.seed)
         return tower, dummy_weights(language.decoder, dtype, device, config.seed)
-    headers = read_headers(name, weights_directory(name))
-    tower = VisionTower.load(name, headers, vision_config, dtype, device)  # first: its errors are raised early
-    return tower, load_weights(
-        name, headers, language.decoder, dtype, device, prefix=qwen3_vl.PREFIX, not_ours=(vision.PREFIX,)
-    )
+    of_tower, of_decoder = vision.parted(read_headers(name, weights_directory(name)))
+    tower = VisionTower.load(name, of_tower, vision_config, dtype, device)  # first: its errors are raised early
+    return tower, load_weights(name, of_decoder, language.decoder, dtype, device, qwen3_vl.PREFIX)

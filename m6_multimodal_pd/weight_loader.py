@@ -110,11 +110,12 @@ class WeightLoader:
 
     def _checkpoint(self, model: str) -> Checkpoint:
         decoder, tower = self.runner.model, self.encoder.tower
-        headers = read_headers(model, weights_directory(model))
-        prefix, not_ours = (PREFIX, ()) if tower is None else (qwen3_vl.PREFIX, (vision.PREFIX,))
-        check_decoder(model, headers, decoder.config, decoder.dtype, prefix=prefix, not_ours=not_ours)
+        headers = of_decoder = read_headers(model, weights_directory(model))
+        prefix = PREFIX
         if tower is not None:
-            vision.check_tower(model, headers, tower.tensors)
+            prefix, (of_tower, of_decoder) = qwen3_vl.PREFIX, vision.parted(headers)
+            vision.check_tower(model, of_tower, tower.tensors)
+        check_decoder(model, of_decoder, decoder.config, decoder.dtype, prefix)
         return Checkpoint(model, prefix, TensorFiles(headers))
 
     @torch.inference_mode()

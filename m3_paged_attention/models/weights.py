@@ -147,33 +147,23 @@ def load_weights(
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    prefix: str,
-    not_ours: tuple[str, ...],
+    prefix: str = PREFIX,
 ) -> DecoderWeights:
     """Load the decoder's weights from the files of `headers`. Raises `ModelLoadError` for a tensor that mismatches.
 
-    In the files of a larger model the decoder's names begin with `prefix`; names that begin with one of `not_ours`
-    belong to another part of the model.
+    In the files of a larger model the decoder's names begin with `prefix`; the other parts are not in `headers`.
     """
-    check_decoder(name, headers, config, dtype, prefix=prefix, not_ours=not_ours)
+    check_decoder(name, headers, config, dtype, prefix)
     weights = allocate(config, dtype, device)
     fill(places(config, weights, prefix), headers)
     return weights
 
 
 def check_decoder(
-    name: str,
-    headers: Mapping[str, Header],
-    config: DecoderConfig,
-    dtype: torch.dtype,
-    *,
-    prefix: str,
-    not_ours: tuple[str, ...],
+    name: str, headers: Mapping[str, Header], config: DecoderConfig, dtype: torch.dtype, prefix: str
 ) -> None:
     """Raise the errors of `load_weights`, which stand in the headers. Of the tensors themselves it reads the output
     layer alone, where it is stored although config.json ties it."""
-    headers = {key: header for key, header in headers.items() if not key.startswith(not_ours)}
     check_headers(name, headers, places(config, allocate(config, dtype, torch.device("meta")), prefix))
     if config.tie_word_embeddings and HEAD in headers:
         _check_tied_head(name, headers, f"{prefix}embed_tokens.weight", dtype)

@@ -96,10 +96,15 @@ class VisionTower:
         return [torch.cat(parts, dim=1) for parts in zip(*features, strict=True)]
 
 
+def parted(headers: Mapping[str, Header]) -> tuple[dict[str, Header], dict[str, Header]]:
+    """Return the headers of the tower's tensors, and those of the language model's."""
+    of_tower = {key: header for key, header in headers.items() if key.startswith(PREFIX)}
+    return of_tower, {key: header for key, header in headers.items() if key not in of_tower}
+
+
 def check_tower(name: str, headers: Mapping[str, Header], tensors: Mapping[str, Tensor]) -> None:
-    """Raise `ModelLoadError` unless the tower's tensors in the files are those of `tensors`."""
-    ours = {key: header for key, header in headers.items() if key.startswith(PREFIX)}
-    check_headers(name, ours, {PREFIX + key: tensor for key, tensor in tensors.items()})
+    """Raise `ModelLoadError` unless the files have the tower's `tensors`, with the same shapes, and no other ones."""
+    check_headers(name, headers, {PREFIX + key: tensor for key, tensor in tensors.items()})
 
 
 def count_weights(config: PreTrainedConfig) -> int:

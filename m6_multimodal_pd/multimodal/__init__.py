@@ -5,7 +5,7 @@ Intake, in the call that adds a request (`input_processor.py`):
 1. `media_parts.py`: find the images and videos of the messages, and check their keys.
 2. Pixels: `fetch.py` reads the bytes of a file or a URL (`fetch_deadline.py`: until a deadline), `decode_image.py` and
    `decode_video.py` decode them within the limits of `MultimodalConfig`.
-3. Patches: `vision_processor.py` resizes and cuts (`image_patches.py`, of a video `video_patches.py`), with the
+3. Patches: `vision_processor.py` resizes and cuts (`patches.py`), with the
    settings of the model's files (`processor_settings.py`, `media_settings.py`). `media_reader.py` does steps 1 to 3 of
    one image in one call. Another process may make that call (`media_pool.py`, `media_process.py`, `media_channel.py`);
    then the request waits in the intake (`media_intake.py`).

@@ -17,9 +17,9 @@ import numpy as np
 from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from m6_multimodal_pd.multimodal.decode_video import Frames
-from m6_multimodal_pd.multimodal.image_patches import image_rows
 from m6_multimodal_pd.multimodal.inputs import Grid, Modality, MultimodalDataItem, content_hash
 from m6_multimodal_pd.multimodal.media_settings import PixelSettings, VideoSettings
+from m6_multimodal_pd.multimodal.patches import image_rows, video_rows
 
 MAX_ASPECT_RATIO = 200  # transformers' own limit
 
@@ -51,7 +51,7 @@ class ProcessedItem:
     """One image or video as the vision tower reads it, and what the prompt needs to place it."""
 
     item: MultimodalDataItem
-    """Without a place: its `offsets` are empty. Its feature is in the order of `video_patches.pack`."""
+    """Without a place: its `offsets` are empty. Its feature is in the order of `patches.pack`."""
     layout: Layout
     timestamps: tuple[float, ...]
     """Seconds, one for each layer of the grid's time; none for an image."""
@@ -97,8 +97,6 @@ class VisionProcessor:
         if isinstance(media, Picture):
             feature = image_rows(media.pixels, layout.size, self.image)
             return ProcessedItem(self._item(media, Modality.IMAGE, feature, layout), layout, ())
-        from m6_multimodal_pd.multimodal.video_patches import video_rows  # it imports torch
-
         seconds = timestamps(media.indices, media.video_fps, self.video.temporal_patch_size)
         feature = video_rows(media.pixels, layout.size, self.video)
         return ProcessedItem(self._item(media, Modality.VIDEO, feature, layout), layout, seconds)

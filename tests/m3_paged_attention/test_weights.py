@@ -19,7 +19,6 @@ from m3_paged_attention import ForwardError, LLMEngine, ModelConfig, SamplingPar
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.models.architecture import MODEL_TYPES, DecoderConfig, decoder_config
 from m3_paged_attention.models.weights import (
-    PREFIX,
     WEIGHT_FILES,
     DecoderWeights,
     allocate,
@@ -45,7 +44,7 @@ def shape_of(directory: Path) -> DecoderConfig:
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
     headers = read_headers(str(directory), directory)
-    return load_weights(str(directory), headers, shape_of(directory), dtype, CPU, prefix=PREFIX, not_ours=())
+    return load_weights(str(directory), headers, shape_of(directory), dtype, CPU)
 
 
 refusal = partial(refusal_of, load)

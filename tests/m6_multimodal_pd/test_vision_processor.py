@@ -17,8 +17,8 @@ from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from m6_multimodal_pd.multimodal.decode_video import Frames
 from m6_multimodal_pd.multimodal.media_reader import MediaLoader
+from m6_multimodal_pd.multimodal.patches import resize
 from m6_multimodal_pd.multimodal.processor_settings import IMAGES, VIDEOS, read_settings
-from m6_multimodal_pd.multimodal.video_patches import resize
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem, VisionProcessor, timestamps
 
 VISION = SimpleNamespace(patch_size=16, temporal_patch_size=2, spatial_merge_size=2)
@@ -181,11 +181,12 @@ def test_the_last_frame_of_an_odd_number_is_there_twice(tmp_path: Path) -> None:
 def test_frames_are_resized_in_whole_numbers() -> None:
     """A checkerboard overshoots: bicubic weights are negative, and values are clamped after each of the two passes."""
     board = np.indices((40, 24)).sum(0) % 2 * 255
-    frames = torch.from_numpy(np.stack([board] * 3).astype(np.uint8))[None]
-    small = resize(frames, 96, 64)
-    assert small.dtype == torch.uint8 and small.shape == (1, 3, 96, 64)
-    in_floats = torch.nn.functional.interpolate(frames.float(), size=(96, 64), mode="bicubic", antialias=True)
-    assert (in_floats.round().clamp(0, 255) - small).abs().max() > 1  # another filter
+    frames = np.stack([board] * 3, axis=-1).astype(np.uint8)[None]
+    small = resize(frames, 64, 96)
+    assert small.dtype == np.uint8 and small.shape == (1, 96, 64, 3)
+    colours = torch.from_numpy(frames).permute(0, 3, 1, 2).float()
+    in_floats = torch.nn.functional.interpolate(colours, size=(96, 64), mode="bicubic", antialias=True)
+    assert np.abs(in_floats.round().clamp(0, 255).permute(0, 2, 3, 1).numpy() - small).max() > 1  # another filter
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from m3_paged_attention.models.weights import read_headers
-from m6_multimodal_pd.models.vision import VisionTower
+from m6_multimodal_pd.models.vision import VisionTower, parted
 from tests.m6_multimodal_pd.vl_models import PATCH_DIM, VISION, picture, save_random_vl_model, theirs
 
 CPU = torch.device("cpu")
@@ -24,8 +24,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> VisionTower:
-    config = AutoConfig.from_pretrained(directory).vision_config
-    return VisionTower.load(str(directory), read_headers(str(directory), directory), config, dtype, CPU)
+    return load_as(AutoConfig.from_pretrained(directory).vision_config, directory, dtype)
+
+
+def load_as(config: Any, directory: Path, dtype: torch.dtype = torch.float32) -> VisionTower:
+    of_tower, _ = parted(read_headers(str(directory), directory))
+    return VisionTower.load(str(directory), of_tower, config, dtype, CPU)
 
 
 @pytest.fixture(scope="module")
