@@ -210,11 +210,9 @@ class GraphRunner:
 class GraphCapture:
     """Captures the graphs of an engine's models, once for each KV memory."""
 
-    def __init__(self, *, page_size: int, num_draft_tokens: int, is_alone: bool, tracer: Tracer) -> None:
-        """`num_draft_tokens`: maximum number of drafts of a request in a step. `is_alone`: whether no other engine of
-        a group is on the device."""
-        self.page_size, self.num_draft_tokens = page_size, num_draft_tokens
-        self.is_alone, self.tracer = is_alone, tracer
+    def __init__(self, *, page_size: int, is_alone: bool, tracer: Tracer) -> None:
+        """`is_alone`: whether no other engine of a group is on the device."""
+        self.page_size, self.is_alone, self.tracer = page_size, is_alone, tracer
 
     @torch.inference_mode()
     def capture(self, name: str, model: Decoder, kv: KVStorage, limits: GraphLimits) -> None:

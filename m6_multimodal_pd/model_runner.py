@@ -7,7 +7,9 @@ embeddings of the images in the step, the second passes them to the model. A cap
 """
 
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,12 +71,9 @@ class ModelRunner(TextModelRunner):
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Reserve the KV memory as in m5, then capture the graphs of both models."""
         super().initialize_kv_cache(kv_cache_config)
-        capture = self.graph_capture
-        if capture is None:
-            return
-        capture.capture("target", self.model, self.kv, self._limits(drafts=capture.num_draft_tokens))
-        if self.draft_runner is not None:
-            capture.capture("draft", self.draft_runner.model, self.draft_runner.kv, self._limits(drafts=0))
+        if self.graph_capture is not None:
+            for name, runner, limits in self._captured():
+                self.graph_capture.capture(name, runner.model, runner.kv, limits)
 
     def prepare(self, batch: TextModelWorkerBatch, drafts: Drafts | None) -> TextForwardBatch:
         """Return a step as tensors, as in m5; images in it that are not encoded yet are encoded now."""
@@ -121,18 +120,18 @@ class ModelRunner(TextModelRunner):
             ) from error
         return kv_bytes
 
-    def _limits(self, *, drafts: int) -> GraphLimits:
-        return GraphLimits(max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len, width=1 + drafts)
+    def _captured(self) -> Iterator[tuple[str, TextModelRunner | DraftRunner, GraphLimits]]:
+        """Yield each model whose steps are captured: its name, the runner that has it, and its largest step."""
+        limits = partial(GraphLimits, max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len)
+        yield "target", self, limits(width=1 + self.num_draft_tokens)
+        if self.draft_runner is not None:
+            yield "draft", self.draft_runner, limits(width=1)
 
     def _graph_bytes(self) -> int:
         """Measure the memory of the graphs of both models."""
-        capture = self.graph_capture
-        if capture is None:
+        if self.graph_capture is None:
             return 0
-        num_bytes = capture.measure(self.model, self._limits(drafts=capture.num_draft_tokens))
-        if self.draft_runner is not None:
-            num_bytes += capture.measure(self.draft_runner.model, self._limits(drafts=0))
-        return num_bytes
+        return sum(self.graph_capture.measure(runner.model, limits) for _, runner, limits in self._captured())
 
 
 def blank(tower: VisionTower, num_tokens: int) -> tuple[Tensor, Grid]:

@@ -114,20 +114,11 @@ class PreparedEngine:
         )
 
     def _make(self, loaded: LoadedModel) -> Runner:
-        capture = graph_capture_of(self.config, self.tracer, is_alone=self.num_engines == 1)
+        capture, page_size = None, self.config.cache.page_size
+        if self.config.model.wants_graphs:
+            capture = GraphCapture(page_size=page_size, is_alone=self.num_engines == 1, tracer=self.tracer)
         more = {"encoder": self.encoder, "step_threads": self.threads, "graph_capture": capture}
         return build_executor(self.config, self.parts, loaded, self.drafting, self.tracer, self.threads, **more)
-
-
-def graph_capture_of(config: EngineConfig, tracer: Tracer, *, is_alone: bool) -> GraphCapture | None:
-    """Return what captures the graphs of the engine's models; None if all steps run eagerly. `is_alone`: whether no
-    other engine of the group is on its device."""
-    if not config.model.wants_graphs:
-        return None
-    num_draft_tokens = config.speculative.num_draft_tokens
-    return GraphCapture(
-        page_size=config.cache.page_size, num_draft_tokens=num_draft_tokens, is_alone=is_alone, tracer=tracer
-    )
 
 
 def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore | RouterCore:

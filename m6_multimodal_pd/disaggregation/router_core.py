@@ -20,13 +20,11 @@ from m6_multimodal_pd.disaggregation.router import ON_JOINING, Router
 from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT
 from m6_multimodal_pd.disaggregation.runtime.messages import WITHOUT_LIMIT, Call, Joined
 from m6_multimodal_pd.errors import EngineLostError
-from m6_multimodal_pd.multimodal.media_intake import MediaIntake
+from m6_multimodal_pd.multimodal.media_intake import LONGEST_WAIT_S, MediaIntake
 from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.step_profiler import StepProfiler
 from m6_multimodal_pd.weight_loader import check_loader
 
-LONGEST_WAIT_S = 0.05
-"""Time that a step without messages takes, in seconds; then the caller has control again."""
 CALL_TIMEOUT_S = 60.0
 """Seconds until an engine must have answered a call. Loading weights has no limit."""
 STATS_TIMEOUT_S = 1.0

@@ -19,7 +19,8 @@ from m6_multimodal_pd.input_processor import InputProcessor, children_of
 from m6_multimodal_pd.multimodal.media_pool import MediaPool
 
 LONGEST_WAIT_S = 0.05
-"""Time that a call waits for images if no request can run, in seconds; then the caller has control again."""
+"""Time that a call waits for images, or for engines, if no request can run, in seconds; then the caller has control
+again."""
 
 
 class MediaIntake(RequestFamilies):

@@ -12,8 +12,6 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from m6_multimodal_pd.multimodal.decode_video import Frames
@@ -93,19 +91,16 @@ class VisionProcessor:
 
     def process(self, media: Picture | Frames, what: str = "the item") -> ProcessedItem:
         """Resize, normalise and pack. Raises `InvalidMediaError` for an item that no size fits; `what` names it."""
-        layout = self.layout(media, what)
+        layout, (height, width) = self.layout(media, what), media.pixels.shape[-3:-1]
+        seconds: tuple[float, ...] = ()
         if isinstance(media, Picture):
+            modality = Modality.IMAGE
             feature = image_rows(media.pixels, layout.size, self.image)
-            return ProcessedItem(self._item(media, Modality.IMAGE, feature, layout), layout, ())
-        seconds = timestamps(media.indices, media.video_fps, self.video.temporal_patch_size)
-        feature = video_rows(media.pixels, layout.size, self.video)
-        return ProcessedItem(self._item(media, Modality.VIDEO, feature, layout), layout, seconds)
-
-    def _item(
-        self, media: Picture | Frames, modality: Modality, feature: np.ndarray, layout: Layout
-    ) -> MultimodalDataItem:
-        height, width = media.pixels.shape[-3:-1]
-        return MultimodalDataItem(
+        else:
+            modality = Modality.VIDEO
+            seconds = timestamps(media.indices, media.video_fps, self.video.temporal_patch_size)
+            feature = video_rows(media.pixels, layout.size, self.video)
+        item = MultimodalDataItem(
             modality=modality,
             offsets=(),
             feature=feature,
@@ -113,6 +108,7 @@ class VisionProcessor:
             hash=content_hash(modality, feature, layout.grid_thw, self.options_key),
             size=(width, height),
         )
+        return ProcessedItem(item, layout, seconds)
 
 
 def timestamps(indices: tuple[int, ...], video_fps: float, temporal_patch: int) -> tuple[float, ...]:

@@ -198,7 +198,7 @@ def test_the_memory_of_graphs_is_not_that_of_an_engine_that_starts_meanwhile(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30 - 100 * MIB * len(recorded_graphs), 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * MIB * len(recorded_graphs))
     monkeypatch.setattr(loaded.model, "backend", StaticBackend())
-    capture = GraphCapture(page_size=4, num_draft_tokens=0, is_alone=is_alone, tracer=Tracer())
+    capture = GraphCapture(page_size=4, is_alone=is_alone, tracer=Tracer())
     with torch.inference_mode():
         num_bytes = capture.measure(loaded.model, GraphLimits(max_num_seqs=2, max_model_len=16))
     assert len(recorded_graphs) == 2
