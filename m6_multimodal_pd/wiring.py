@@ -50,7 +50,7 @@ from m6_multimodal_pd.weight_loader import WeightLoader
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the models, size the KV memory, measure, and put the parts together."""
-    prepared = PreparedEngine(config, parts, tracer)
+    prepared = PreparedEngine(config, parts, tracer, parts["model_loader"])
     return prepared.complete(prepared.loaded.max_model_len)
 
 
@@ -60,11 +60,9 @@ class PreparedEngine:
     loaded: LoadedModel
     """With the maximum length for which this engine has memory."""
 
-    def __init__(self, config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer, load: Any = None) -> None:
-        """Load the models, and fit the maximum length of requests to the memory, without reserving KV memory.
-
-        `load`: used in place of the part `model_loader` by engines that share their models."""
-        load = load or parts["model_loader"]
+    def __init__(self, config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer, load: Any) -> None:
+        """Call `load` for the models, and fit the maximum length of requests to the memory, without reserving KV
+        memory. `load`: the part `model_loader`, or what has its models, for engines that share them."""
         self.config, self.parts, self.tracer = config, parts, tracer
         device = config.model.torch_device()
         check_memory_share(config.cache, device)

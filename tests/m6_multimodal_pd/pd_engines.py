@@ -382,7 +382,13 @@ def check_rows(own: Sequence[Any] | None, other: Sequence[Any] | None, what: str
 def engine_of(role: Any, config: Any, shared: Any, send: Any) -> Engine:
     """An engine of this process that comes late."""
     return Engine(
-        role=role, config=config, parts=PARTS, prepare=PreparedEngine, segments=shared, send=send, is_traced=False
+        role=role,
+        config=config,
+        parts=PARTS,
+        prepare=functools.partial(PreparedEngine, load=PARTS["model_loader"]),
+        segments=shared,
+        send=send,
+        is_traced=False,
     )
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import closing, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -121,7 +122,7 @@ class Process:
                 role=self.order.role,
                 config=self.config,
                 parts=PARTS,
-                prepare=PreparedEngine,
+                prepare=partial(PreparedEngine, load=PARTS["model_loader"]),
                 segments=SharedMemorySegments(self.order.owner),
                 send=self.socket.send,
                 is_traced=self.order.is_traced,
