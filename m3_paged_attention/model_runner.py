@@ -15,8 +15,8 @@ from torch import Tensor
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import Sampler
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.config import SchedulerConfig
-from m3_paged_attention.host_to_device import to_device
 from m3_paged_attention.input_batch import BatchRow, InputBatch
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage

@@ -13,8 +13,8 @@ from torch import Tensor
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.sampling_params import SamplingParams
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.host_to_device import to_device
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder

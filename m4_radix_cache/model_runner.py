@@ -15,7 +15,7 @@ from torch import Tensor
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import Sampler
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.host_to_device import to_device
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.outputs import ModelRunnerOutput
@@ -81,8 +81,11 @@ class ModelRunner:
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         logits = self.model.compute_logits(last)  # [batch_size, vocab]
         began = time.perf_counter()
-        prompts = self._prompts_to_rate(batch, hidden)
-        of_prompts, errors = rate_prompts(prompts, self.model.compute_logits) if batch.prompts_to_rate else ({}, {})
+        of_prompts, errors = (
+            rate_prompts(self._prompts_to_rate(batch, hidden), self.model.compute_logits)
+            if batch.prompts_to_rate
+            else ({}, {})
+        )
         sampled = self.sampler(batch.rids, batch.sampling_info, logits, metadata)
         errors |= sampled.errors
         seconds = time.perf_counter() - began

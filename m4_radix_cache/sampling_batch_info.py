@@ -27,7 +27,7 @@ from m1_single_request.sampling_metadata import (
     seen_by,
 )
 from m1_single_request.sampling_params import SamplingParams
-from m3_paged_attention.host_to_device import to_device
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.row_sampler import is_plain, plain_metadata
 
 NUMBERS = np.dtype(

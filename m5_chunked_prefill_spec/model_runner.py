@@ -18,7 +18,7 @@ from torch import Tensor
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import best_tokens
 from m1_single_request.sampling_metadata import SamplingMetadata
-from m3_paged_attention.host_to_device import to_device
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
@@ -146,8 +146,11 @@ class ModelRunner:
         """Sample from the hidden states of a forward, and verify its drafts."""
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         began = time.perf_counter()
-        prompts = self._prompts_to_rate(batch, hidden, forward_batch.starts)
-        prompt_rows, errors = rate_prompts(prompts, self.model.compute_logits) if batch.prompts_to_rate else ({}, {})
+        prompt_rows, errors = (
+            rate_prompts(self._prompts_to_rate(batch, hidden, forward_batch.starts), self.model.compute_logits)
+            if batch.prompts_to_rate
+            else ({}, {})
+        )
         if not any(batch.sample_lens):  # the step is one piece of a prompt
             return ModelRunnerOutput([], [], [], prompt_logprobs=prompt_rows, errors=errors)
         logits = self.model.compute_logits(last)  # [sum(sample_lens), vocab]

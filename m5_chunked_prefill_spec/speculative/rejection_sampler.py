@@ -36,7 +36,7 @@ from m1_single_request.sampler import (
 )
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.host_to_device import to_device
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.row_sampler import RowSampler, without_broken_rows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo

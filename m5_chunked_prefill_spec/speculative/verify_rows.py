@@ -12,7 +12,7 @@ from torch import Tensor
 
 from m1_single_request.draws import uniforms
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow, bias_of, num_logprobs_of
-from m3_paged_attention.host_to_device import to_device
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.row_sampler import plain_metadata
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo, metadata_of
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError, EngineDeadError, shown
-from m3_paged_attention.host_to_device import to_device
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.kv_storage import KVStorage
 from m6_multimodal_pd.errors import TransferError
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from m1_single_request.sampler import Sampler
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.native_step import NativeStep
 from m3_paged_attention.executor import checked
-from m3_paged_attention.host_to_device import to_device
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from m1_single_request import SamplingParams
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.host_to_device import to_device
 from m3_paged_attention.input_batch import BatchRow, CachedRequestState
 from m3_paged_attention.model_input import make_model_input
 from m3_paged_attention.scheduler_output import NewRequestData

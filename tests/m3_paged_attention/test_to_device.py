@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
+from m3_paged_attention.attention.host_to_device import ALIGNMENT, to_device
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.host_to_device import ALIGNMENT, to_device
 from m3_paged_attention.model_input import ModelInput
 from tests.support.fake_device import DEVICE, FakeDevice, OnDevice, fake_device as fake_device
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from m1_single_request.trace_readers import Records
+from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.events import StepLimits
-from m3_paged_attention.host_to_device import to_device
 from m3_paged_attention.models.layers import MLP
 from m6_multimodal_pd import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, TraceConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig

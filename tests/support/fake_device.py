@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from m3_paged_attention import host_to_device
+from m3_paged_attention.attention import host_to_device
 
 DEVICE = torch.device("xla")
 """Of a kind that is not CUDA, for which memory of the host would be pinned, and no CPU."""
