@@ -36,7 +36,6 @@ from m6_multimodal_pd import (
 )
 from m6_multimodal_pd.multimodal import media_channel, media_pool, media_process
 from m6_multimodal_pd.multimodal.decode_image import Picture
-from m6_multimodal_pd.multimodal.media_channel import Channel
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, check_drained, check_flushed, drain, greedy, setting
 from tests.m6_multimodal_pd.gated_site import GatedSite, gated_site
@@ -594,7 +593,7 @@ def test_without_another_process_the_request_ends(reading: Any, monkeypatch: pyt
 def test_a_process_that_reads_too_long_is_a_lost_one(reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer to start."""
     engine = reading()
-    engine.engine_core.input_processor.media_pool.longest_s = 0.001
+    engine.engine_core.families.pool.longest_s = 0.001
     error = engine.generate(showing(image(FILES["one"])), SHORT).error
     assert isinstance(error, PeerLostError) and "for the second time: it has read for more than 0.001 s" in str(error)
     assert not engine.has_unfinished_requests() and not processes_of(engine)
@@ -642,8 +641,8 @@ def test_an_image_that_was_read_keeps_no_descriptor_open() -> None:
     with one, other:
         before = os.listdir("/dev/fd")
         for memory_of in (media_pool.mapped, media_channel.read):
-            Channel(one, None).send(media_channel.ProcessPicture("it", Picture(pixels)))
-            found = Channel(other, media_channel.ToProcess, memory_of).receive().part.pixels  # type: ignore[attr-defined]
+            media_channel.send(one, media_channel.ReadPicture("it", Picture(pixels)))
+            found = media_channel.receive(other, media_channel.ToProcess, memory_of).part.pixels
             assert os.listdir("/dev/fd") == before and np.array_equal(found, pixels)
             found[:] = 0
 
