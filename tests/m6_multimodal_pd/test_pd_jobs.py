@@ -9,15 +9,12 @@ import pytest
 
 from m1_single_request import SamplingParams
 from m1_single_request.errors import EngineError, InvalidPromptError
-from m1_single_request.outputs import Logprob
-from m1_single_request.sampler import LogprobRow
 from m6_multimodal_pd.disaggregation.runtime.jobs import (
     KNOWN_ERRORS,
     LONGEST_TEXT,
     error_of,
     fault_of,
     job_of,
-    row_of,
 )
 from m6_multimodal_pd.disaggregation.runtime.messages import Ended, Fault, Job, Prefill, ToEngine, ToRouter
 from m6_multimodal_pd.errors import RemoteError, TransferError
@@ -60,29 +57,6 @@ def test_a_job_says_all_that_an_engine_must_know() -> None:
         assert (job.media.mrope_positions == media.mrope_positions).all()
     req.speculate = False
     assert not job_of(req).speculate
-
-
-def test_a_job_does_not_change_with_its_request() -> None:
-    req = request()
-    job = job_of(req)
-    req.output_ids.append(10)
-    assert job.output_token_ids == (8, 9)
-
-
-# --- log-probabilities ------------------------------------------------------------------------------------------------
-
-NAMED = {7: Logprob(-0.5, 2, "a"), 3: Logprob(-0.25, 1, "b"), 9: Logprob(float("-inf"), 30, "")}
-
-
-def test_log_probabilities_keep_their_order() -> None:
-    """The token that is there comes first, whatever its rank."""
-    row = row_of(NAMED)
-    assert row == LogprobRow((7, 3, 9), (-0.5, -0.25, float("-inf")), (2, 1, 30))
-
-
-def test_no_log_probabilities_stay_none() -> None:
-    assert row_of(None) is None
-    assert row_of({}) == LogprobRow((), (), ())
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

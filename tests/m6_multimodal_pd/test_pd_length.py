@@ -43,6 +43,7 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> Any:
     return have
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("gib", [(8, 4), (4, 8)], ids=["prefill has more", "decode has more"])
 def test_the_shortest_length_of_an_engine_is_that_of_all(gib: tuple[int, int], tmp_path: Path, machines: Any) -> None:
     machines(*gib)

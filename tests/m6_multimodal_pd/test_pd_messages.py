@@ -238,10 +238,8 @@ OF_A_GPU = get_type_hints(messages.DeviceSegment, include_extras=True)
         (OF_A_TICKET["num_frames"], [0, 2**31], [1, 2**31 - 1]),
         (OF_A_TICKET["segment"], ["x" * 129], ["", "x" * 128]),
         (OF_A_GPU["num_bytes"], [0, 2**62], [1, 2**62 - 1]),
-        (OF_A_GPU["offset"], [-1, 2**62], [0, 2**62 - 1]),
         (OF_A_GPU["handle"], [b"", bytes(513)], [b"x", bytes(512)]),
         (OF_A_GPU["counter"], ["/torch_1_2", "/other_1_2_3", "../torch_1_2_3", "/torch_1_2_3\n"], ["/torch_1_22_3"]),
-        (OF_A_GPU["counter_offset"], [-1, 10_000], [0, 9_999]),
         (messages.Count, [-1, 2**31], [0, 2**31 - 1]),
         (messages.Token, [-1, 2**31], [0, 2**31 - 1]),
         (messages.Count32, [-1, 2**32], [0, 2**32 - 1]),
@@ -249,7 +247,6 @@ OF_A_GPU = get_type_hints(messages.DeviceSegment, include_extras=True)
         (messages.Number, [-(2**62), 2**62], [1 - 2**62, 2**62 - 1]),
         (messages.Name, ["", "x" * 65], ["x", "x" * 64]),
         (messages.Text, ["x" * 4097], ["", "x" * 4096]),
-        (messages.Word, ["x" * 65], ["", "x" * 64]),
         (messages.Digest, ["0" * 63, "0" * 65, "A" * 64, "0" * 64 + "\n"], ["0" * 64, "f" * 64]),
     ],
 )
@@ -282,18 +279,12 @@ def test_every_number_and_text_of_ours_has_a_range() -> None:
 
 PARAMS_PATH, ITEM_PATH = ("job", "params"), ("job", "media", "mm_items", 0)
 OF_A_JOB: list[tuple[Path, Any]] = [
-    *((("job", "params"), value) for value in (None, 5, "greedy", [1])),
+    (PARAMS_PATH, "greedy"),
     # sampling parameters are checked by their own class: all values are in m1's tests
     ((*PARAMS_PATH, "temperature"), -1.0),
-    ((*PARAMS_PATH, "max_tokens"), 1.5),
-    ((*PARAMS_PATH, "stop"), 3),
-    ((*PARAMS_PATH, "stop_token_ids"), "77"),
-    ((*PARAMS_PATH, "logit_bias"), {"one": 1.0}),
     ((*PARAMS_PATH, "seed"), 2**63),
     ((*ITEM_PATH, "modality"), "sound"),
-    *(((*ITEM_PATH, "offsets"), [value]) for value in ([1], [1, 2, 3])),
-    ((*ITEM_PATH, "grid_thw"), [1, 2]),
-    ((*ITEM_PATH, "size"), [1]),
+    ((*ITEM_PATH, "offsets"), [[1, 2, 3]]),
     ((*ITEM_PATH, "hash"), 5),
     *(((*ITEM_PATH, "feature"), value) for value in (None, b"bytes", [1.0, 2.0])),
 ]

@@ -226,7 +226,12 @@ def while_it_starts(monkeypatch: pytest.MonkeyPatch, act: Callable[[ProcessLinks
     ("number", "error", "message"),
     [
         (signal.SIGKILL, EngineLostError, "decode-0.*killed by signal 9"),
-        (signal.SIGSTOP, EngineLostError, "decode-0.*was stopped for 0.5 s while it started"),
+        pytest.param(
+            signal.SIGSTOP,
+            EngineLostError,
+            "decode-0.*was stopped for 0.5 s while it started",
+            marks=pytest.mark.exhaustive,
+        ),
         (signal.SIGINT, KeyboardInterrupt, "^$"),
     ],
     ids=["killed", "stopped", "Ctrl-C"],

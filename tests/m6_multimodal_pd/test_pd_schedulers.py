@@ -194,20 +194,6 @@ def test_room_is_kept_for_the_answers_of_all(free_tokens: int, others: list[int]
     assert is_taken or bed.state(req) == before
 
 
-def test_room_is_kept_for_those_whose_kv_is_coming() -> None:
-    bed = Bed(num_pages=19, page_size=1)
-    first, _ = bed.expect(4, max_tokens=5), bed.expect(4, max_tokens=7)
-    assert bed.preallocate() == [first.rid], "the second lacks one: 19 - 4 < 4 + 5 + 7"
-
-
-def test_what_was_said_needs_no_room_any_more() -> None:
-    """Nor does more than was allowed."""
-    bed = Bed(num_pages=8 + 1, page_size=1)
-    bed.runs(max_tokens=2, outputs=(7, 7, 7))
-    req = bed.expect(6, outputs=(7, 7), max_tokens=3)
-    assert bed.preallocate() == [req.rid]
-
-
 @pytest.mark.parametrize(("num_tokens", "max_tokens"), [(16, 1), (15, 1), (15, 2), (13, 3), (14, 99), (1, 99)])
 def test_alone_a_request_is_let_in_if_its_next_token_has_room(num_tokens: int, max_tokens: int) -> None:
     """Then as in an engine that does all of it: the answer may end in the last page."""
@@ -276,19 +262,3 @@ def test_memory_is_held_by_requests_in_queues(
     for req in reqs:
         bed.end(req)
     assert bed.state() == whole and not bed.scheduler.elsewhere
-
-
-# --- from queue to queue ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("queue", ["prealloc", "transfer", "arrivals"])
-def test_a_reset_empties_any_queue(queue: str) -> None:
-    bed = Bed()
-    whole, req = bed.state(), bed.expect(5)
-    if queue != "prealloc":
-        bed.preallocate()
-    if queue == "arrivals":
-        bed.scheduler.complete(req.rid, SampledTokens((1,), (None,)))
-    bed.scheduler.reset(FinishAbort())
-    assert bed.state() == whole and not bed.scheduler.first_tokens and req.is_finished
-    bed.scheduler.check_invariants()

