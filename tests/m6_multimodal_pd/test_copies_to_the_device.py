@@ -102,6 +102,7 @@ def test_a_decode_is_one_copy(
     assert set(copies) == {most if overlap or kind != "penalised" else 2}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["greedy", "drawn"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlapped"])
 def test_so_is_one_that_is_replayed(

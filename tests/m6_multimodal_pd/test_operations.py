@@ -78,6 +78,7 @@ def test_new_weights_answer_at_once_and_no_old_kv_is_used(
         assert engine.chat(QUESTION, PARAMS).text == answers[0]
 
 
+@pytest.mark.sample(1)
 @each_group
 def test_weights_are_not_exchanged_under_load(group: Any, other_model: Path, answers: tuple[str, str]) -> None:
     with made(group) as engine:
@@ -89,16 +90,6 @@ def test_weights_are_not_exchanged_under_load(group: Any, other_model: Path, ans
         while engine.has_unfinished_requests():
             outputs |= engine.step()
         assert outputs["a"].text == answers[0]
-
-
-@pytest.mark.sample(1)
-@each_group
-@pytest.mark.parametrize("model", [TEXT_MODEL, "/nowhere"], ids=["of another shape", "that are not there"])
-def test_weights_that_do_not_fit_change_nothing(group: Any, model: Any, answers: tuple[str, str]) -> None:
-    with made(group) as engine:
-        with pytest.raises(ModelLoadError):
-            engine.update_weights(model)
-        assert engine.chat(QUESTION, PARAMS).text == answers[0]
 
 
 def test_weights_that_do_not_fit_are_not_exchanged_and_put_back(tmp_path: Path, answers: tuple[str, str]) -> None:
@@ -194,10 +185,11 @@ def test_engines_that_an_interrupt_keeps_from_going_back_to_the_old_weights_are_
         assert isinstance(engine.chat(QUESTION, PARAMS).error, EngineLostError)
 
 
+@pytest.mark.sample(1)
 @each_group
 def test_weights_may_be_exchanged_right_after_an_abort(group: Any, other_model: Path, answers: tuple[str, str]) -> None:
     with made(group) as engine:
-        for num_steps, model, answer in ((1, other_model, 1), (2, DEFAULT_MODEL, 0), (4, other_model, 1)):
+        for num_steps, model, answer in ((1, other_model, 1), (3, DEFAULT_MODEL, 0)):
             rid = engine.add_request(engine.chat_prompt(QUESTION), PARAMS)
             for _ in range(num_steps):
                 engine.step()
@@ -262,21 +254,20 @@ def test_a_profile_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytes
     assert path.is_file() and path.parent == tmp_path / "profiles"
 
 
-@pytest.mark.parametrize("error", [KeyError("no such file"), RuntimeError("out of memory"), TypeError("no model")])
 def test_what_an_operation_raises_is_its_answer_and_the_group_goes_on(
-    error: Exception, answers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    answers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = WeightLoader.check
 
     def check(loader: WeightLoader, model: str) -> Any:
         if model == "/another":
-            raise error
+            raise KeyError("no such file")
         return usual(loader, model)
 
     monkeypatch.setattr(WeightLoader, "check", check)
     with made(DisaggregationConfig(transport="in_process")) as engine:
-        for _ in range(4):
-            with pytest.raises(RemoteError, match=f"{type(error).__name__}.*prefill-0"):
+        for _ in range(2):
+            with pytest.raises(RemoteError, match=r"KeyError.*prefill-0"):
                 engine.update_weights("/another")
         assert engine.chat(QUESTION, PARAMS).text == answers[0]
 

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from m1_single_request.stop_checker import StopChecker, StopVerdict
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.models.decoder import Decoder
-from m4_radix_cache import sampling_batch_info
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m5_chunked_prefill_spec.events import Batch
 from m5_chunked_prefill_spec.scheduler import Scheduler
@@ -143,14 +141,12 @@ def test_what_is_aborted_with_nothing_in_flight_ends_in_a_step_of_its_own(make_e
     check_drained(engine)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_prefix_that_is_computed_in_flight_is_not_computed_again(make_engine: MakeEngine, n: int) -> None:
+def test_a_prefix_that_is_computed_in_flight_is_not_computed_again(make_engine: MakeEngine) -> None:
     cached = []
     for overlap in (False, True):
         engine = make_engine(**setting(8, 128, tokens=FEW * 4, page_size=4, enable_overlap=overlap))
-        for number in range(4 - n):
-            params = SamplingParams(max_tokens=4, n=n, temperature=1.0, ignore_eos=True)
-            engine.add_request([*range(100, 200), number], params)
+        for number in range(3):
+            engine.add_request([*range(100, 200), number], greedy(4))
         list(calls(engine))
         cached.append(engine.stats().num_cached_tokens)
     assert cached[0] == cached[1] > 100
@@ -159,35 +155,8 @@ def test_a_prefix_that_is_computed_in_flight_is_not_computed_again(make_engine: 
 # --- ends that nobody could foresee -----------------------------------------------------------------------------------
 
 
-def test_a_request_that_ends_on_a_stop_token_keeps_its_slots_until_its_last_step_has_arrived(
-    make_engine: MakeEngine,
-) -> None:
-    answers = wanted(make_engine, greedy(12))
-    stop = answers["a"].token_ids[3]
-    assert stop not in answers["a"].token_ids[:3]
-    engine = overlapped(make_engine, page_size=1)
-    engine.add_request(PROMPTS["a"], SamplingParams(max_tokens=12, stop_token_ids=[stop]), request_id="a")
-    engine.add_request(PROMPTS["b"], greedy(12), request_id="b")
-    core = engine.engine_core
-    for outputs in calls(engine):
-        if "a" in outputs and outputs["a"].finished:
-            break
-    assert outputs["a"].token_ids == answers["a"].token_ids[:4] and outputs["a"].finish_reason == "stop"
-    (ended,) = core.late.ended
-    assert ended in core.in_flight.step.batch.reqs and ended.kv_allocated_len == len(PROMPTS["a"]) + 4
-    assert held(engine) == ended.kv_allocated_len + core.scheduler.requests["b"].kv_allocated_len
-    outputs = engine.step()
-    assert outputs.keys() == {"b"} and not core.late.ended and ended.req_pool_idx is None
-    last = list(calls(engine))[-1]
-    assert last["b"].token_ids == answers["b"].token_ids
-    check_drained(engine)
-    check_flushed(engine)
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["", "and its step fails"])
-def test_the_id_of_an_ended_request_is_free_while_its_last_step_is_in_flight(
-    make_engine: MakeEngine, fails: bool
-) -> None:
+def test_the_id_of_an_ended_request_is_free_while_its_last_step_is_in_flight(make_engine: MakeEngine) -> None:
+    """Also if that step fails: the error is not that of the second request."""
     answers = wanted(make_engine, greedy(12))
     stop = answers["a"].token_ids[3]
     engine = overlapped(make_engine)
@@ -198,36 +167,11 @@ def test_the_id_of_an_ended_request_is_free_while_its_last_step_is_in_flight(
         pass
     drawn = SamplingParams(max_tokens=6, temperature=1.0, seed=5, frequency_penalty=0.5, ignore_eos=True)
     engine.add_request(PROMPTS["c"], drawn, request_id="a")
-    if fails:
-        BreakingLauncher.due = RuntimeError("too late for the first one")
+    BreakingLauncher.due = RuntimeError("too late for the first one")
     last = {rid: output for outputs in steps for rid, output in outputs.items()}
     engine = make_engine(**setting(8, tokens=FEW))
     assert last["a"].error is None and last["a"].token_ids == engine.generate(PROMPTS["c"], drawn).token_ids
-    assert (last["b"].error is None) != fails
-
-
-def test_parameters_of_rows_that_stay_are_copied_to_the_device_once(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not in every step."""
-    copied: list[int] = []
-
-    original, counts = sampling_batch_info.metadata_of, []
-
-    def metadata_of(numbers: Any, **more: Any) -> Any:
-        copied.append(len(numbers))
-        return original(numbers, **more)
-
-    monkeypatch.setattr(sampling_batch_info, "metadata_of", metadata_of)
-    monkeypatch.setattr(LateLauncher, "on_thread", 0.0)
-    monkeypatch.setattr(LateLauncher, "rng", Random(1))
-    for overlap in (False, True):
-        copied.clear()
-        engine = make_engine(**setting(8, tokens=FEW, enable_overlap=overlap))
-        ask(engine, greedy(8, temperature=1.0, seed=1))
-        list(calls(engine))
-        counts.append(len(copied))
-    assert counts[0] == counts[1] == 1
+    assert last["b"].error is not None
 
 
 def test_those_of_a_prompt_that_is_retracted_behind_its_last_piece_are_there_once(make_engine: MakeEngine) -> None:
@@ -244,14 +188,11 @@ def test_those_of_a_prompt_that_is_retracted_behind_its_last_piece_are_there_onc
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_as_many_drafts_are_accepted_as_in_the_normal_loop(make_drafting: Any, page_size: int) -> None:
+def test_as_many_drafts_are_accepted_as_in_the_normal_loop(make_drafting: Any) -> None:
     """So the draft model reads the KV of the right tokens, also where drafts before them were wrong."""
     found = []
     for overlap in (False, True):
-        engine = make_drafting(
-            **setting(8, 96, method="draft_model", drafts=3, page_size=page_size, enable_overlap=overlap)
-        )
+        engine = make_drafting(**setting(8, 96, method="draft_model", drafts=3, page_size=4, enable_overlap=overlap))
         ask(engine, greedy(30))
         outputs = {rid: output for outputs in calls(engine) for rid, output in outputs.items()}
         stats = engine.stats()
@@ -312,7 +253,7 @@ def test_a_request_that_outgrows_the_memory_gets_its_token_in_flight_first(make_
 # --- what breaks in flight --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", range(1, 6))
+@pytest.mark.parametrize("call", [1, 4])
 def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(make_engine: MakeEngine, call: int) -> None:
     answers = wanted(make_engine)
     engine, error = overlapped(make_engine), RuntimeError("the device dropped it")
@@ -702,8 +643,8 @@ def test_a_call_whose_launch_was_interrupted_is_waited_for() -> None:
     thread: Any = NativeThread()
     thread._library = Interrupted(thread._library)
     with pytest.raises(KeyboardInterrupt):
-        thread.launch("usleep", 200_000)
-    assert thread.wait() > 0.19
+        thread.launch("usleep", 60_000)
+    assert thread.wait() > 0.055
     thread.close()
 
 
@@ -712,12 +653,12 @@ def test_a_thread_that_is_closed_while_another_one_uses_it_ends_its_calls_first(
     """When Python ends, for example, and a daemon thread still steps."""
     thread: Any = NativeThread()
     thread._library = Slow(thread._library)
-    number, began = thread.launch("usleep", 200_000), time.perf_counter()
+    number, began = thread.launch("usleep", 60_000), time.perf_counter()
     closing = threading.Thread(target=thread.close)
     closing.start()
     while not thread.is_closed:
         time.sleep(0.001)
-    assert thread.wait(number) > 0.19 and time.perf_counter() - began > 0.19
+    assert thread.wait(number) > 0.055 and time.perf_counter() - began > 0.055
     with pytest.raises(EngineDeadError):
         thread.launch("usleep", 0)
     closing.join()
@@ -743,10 +684,10 @@ def test_a_step_on_the_host_begins_when_those_on_the_thread_have_ended(
 
         monkeypatch.setattr(launcher, "_compute", noted)
         began = time.perf_counter()
-        thread.launch("usleep", 200_000)
+        thread.launch("usleep", 60_000)
         engine.add_request([7] * 600, greedy(2))  # more than the one call takes
         engine.step()
-        assert len(waited) == 1 and waited[0] > 0.19
+        assert len(waited) == 1 and waited[0] > 0.055
 
 
 # --- where steps do not overlap ---------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def check_seen(seen: "Seen", is_forced: bool, *wanted: str) -> None:
 
 
 @pytest.mark.hypothesis
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_forced", FORCED, ids=FORCED.values())
 @pytest.mark.parametrize(("cache", "page_size"), PAGES)
 def test_drafts_that_are_scheduled_behind_drafts_change_no_token(
