@@ -92,35 +92,28 @@ LAUNCHED = StepLaunched(num_tokens=1025, num_futures=2, behind=6, waited_for=Non
 ARRIVED = StepArrived(is_async=True, device_ms=1.25, waited_ms=0.5)
 
 EXAMPLES: dict[Event, list[str]] = {
-    MediaAwaited(rid="a", num_items=2): ["a waits in front of the queue until another process has read 2 items."],
+    MediaAwaited(rid="a", num_items=2): ["until another process has read 2 items."],
     MediaProcessLost(what="image 0 of message 1", cause="EOFError: closed", status=-9): [
-        "A process that reads images is lost, with image 0 of message 1: EOFError: closed (status -9)."
+        "is lost, with image 0 of message 1: EOFError: closed (status -9)."
     ],
-    MediaProcessLost(what=None, cause="it has ended", status=1): [
-        "A process that reads images is lost: it has ended (status 1)."
-    ],
+    MediaProcessLost(what=None, cause="it has ended", status=1): ["is lost: it has ended (status 1)."],
     CHANGED: ["Room 7 (a), decode side: waiting for input -> transferring: the first pages have come."],
     SENT: ["4 pages of a, from page 3 on, lie ready for decode-0: 1.0 MiB in 1.00 ms (1.0 GB/s); more will come."],
     replace(SENT, num_pages=1, is_last=True): ["1 page of a, from page 3 on", "the last ones."],
     PATH: ["KV between this engine and decode-0 goes through GPU memory: it can read this GPU."],
     CAME: ["2 pages of a came from prefill-0: 1.0 MiB in 0.50 ms (2.1 GB/s)."],
-    TAKEN: [
-        "There is room for the 100 tokens of a: 4 pages may come from prefill-0.",
-        "48 tokens are cached here and are not sent.",
-    ],
-    replace(TAKEN, num_cached=0): ["4 pages may come from prefill-0."],
+    TAKEN: ["room for the 100 tokens of a: 4 pages may come from prefill-0.", "48 tokens are cached here"],
     ROUTED: ["a goes to prefill-0 for its prompt, and to decode-1 for its answer."],
     replace(ROUTED, attempt=2, num_output_tokens=5): ["for its answer (attempt 2, behind 5 tokens)."],
-    JOINED: [
-        "Engine decode-1 joins, for decode: KV memory for 131,072 tokens in pages of 16, and requests of at most 4,096."
-    ],
+    JOINED: ["Engine decode-1 joins, for decode", "131,072 tokens in pages of 16", "at most 4,096."],
     REFUSED: ["Engine decode-2 may not join, for decode: its page_size is 8, and that of prefill-0 is 16."],
     LOST: ["Engine decode-1 is lost: its process was killed by signal 9; it had a, b."],
     replace(LOST, rids=()): ["it had no requests."],
     REPORTED: ["On decode-1, step 12: a has 3 tokens."],
     RECEIVED: [
-        "a brings image 0, 640 x 480 pixels: 30 x 40 patches, merged to 300 tokens from place 12 on",
-        "Content 3f9a61c0, whose pad value in the prefix cache is 151,936.",
+        "image 0, 640 x 480 pixels: 30 x 40 patches, merged to 300 tokens from place 12 on",
+        "3f9a61c0",
+        "151,936",
     ],
     CLIP: ["a brings video 1, 96 x 64 pixels: 2 x 4 x 6 patches, merged to 12 tokens from place 330 on"],
     replace(RECEIVED, num_tokens=1, offsets=((12, 13),)): ["merged to 1 token from"],
@@ -131,39 +124,17 @@ EXAMPLES: dict[Event, list[str]] = {
     replace(POSITIONS, times=((9, 9),) * 5, heights=((9, 10),) * 5, widths=((9, 9),) * 5): [
         "time 9, height 9 to 10, width 9; and 2 more."
     ],
-    RUN: [
-        "The vision tower encodes 3f9a61c0, b7e215d4 for a, b in one pass: 1,248 patches to 312 embeddings, of at "
-        "most 1,024 a step, in 12.3 ms."
-    ],
-    replace(RUN, rids=("a",), hashes=(CONTENT,), num_tokens=1): ["encodes 3f9a61c0 for a in one pass", "1 embedding,"],
-    HIT: ["b finds 3f9a61c0 encoded already, and reads the 1,300 embeddings: the tower does not run for it."],
+    RUN: ["encodes 3f9a61c0, b7e215d4 for a, b", "1,248 patches to 312 embeddings, of at most 1,024", "12.3 ms."],
+    replace(RUN, num_tokens=1): ["1 embedding,"],
+    HIT: ["b finds 3f9a61c0 encoded already, and reads the 1,300 embeddings"],
     replace(HIT, num_read=1100): ["reads 1,100 of the 1,300 embeddings"],
-    EVICTED: [
-        "The embeddings of 3f9a61c0 are evicted (300 embeddings, 225.0 KiB)",
-        "used least recently. 9.0 KiB stay.",
-    ],
-    GRAPHS: [
-        "CUDA graphs of the target model: decodes of up to 12 rows in 5 sizes. They take 3.0 MiB; warm-up and capture "
-        "took 1,234 ms.",
-    ],
+    EVICTED: ["3f9a61c0 are evicted (300 embeddings, 225.0 KiB)", "9.0 KiB stay."],
+    GRAPHS: ["graphs of the target model: decodes of up to 12 rows in 5 sizes.", "3.0 MiB", "1,234 ms."],
     replace(GRAPHS, verify_sizes=(1, 2, 3)): ["in 5 sizes, verifications of up to 3 tokens in 3 sizes. They"],
-    NO_GRAPHS: [
-        "Steps of the draft model launch their kernels one by one, without CUDA graphs: OutOfMemoryError: CUDA out of "
-        "memory."
-    ],
+    NO_GRAPHS: ["Steps of the draft model", "without CUDA graphs: OutOfMemoryError: CUDA out of memory."],
     NORMAL: ["Steps do not overlap: the torch backend has no thread that runs all layers."],
-    LAUNCHED: [
-        "A step of 1,025 tokens (2 of them unknown when it was scheduled) is launched before the tokens of step 6 have",
-        "arrived. The device computes while the host goes on.",
-    ],
-    replace(LAUNCHED, waited_for="drafts continue its tokens"): [
-        "is launched before step 6 is booked, but after its tokens have arrived: drafts continue its tokens.",
-    ],
-    replace(LAUNCHED, num_tokens=1, num_futures=0, behind=None, is_async=False): [
-        "A step of 1 token is launched. It has ended already."
-    ],
-    ARRIVED: [
-        "The tokens have arrived: the device took 1.25 ms.",
-        "The host did other work for 0.75 ms of that, and then waited for 0.50 ms.",
-    ],
+    LAUNCHED: ["A step of 1,025 tokens (2 of them unknown", "launched before the tokens of step 6 have arrived."],
+    replace(LAUNCHED, waited_for="drafts continue its tokens"): ["after its tokens have arrived: drafts continue"],
+    replace(LAUNCHED, num_tokens=1, num_futures=0, behind=None, is_async=False): ["A step of 1 token is launched."],
+    ARRIVED: ["the device took 1.25 ms.", "other work for 0.75 ms of that", "waited for 0.50 ms."],
 }

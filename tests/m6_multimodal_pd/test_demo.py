@@ -20,8 +20,8 @@ from rich.style import Style
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
 from m3_paged_attention.attention import native_library
 from m6_multimodal_pd import MultimodalConfig, SamplingParams, SpeculativeConfig, TraceConfig, demo, demo_tour
-from m6_multimodal_pd.demo_terminal import HALF, contact_sheet, half_blocks, loaded, shown
-from m6_multimodal_pd.demo_tour import PICTURES, READ, SEEN, Tour, options_for
+from m6_multimodal_pd.demo_terminal import HALF, contact_sheet, half_blocks, shown
+from m6_multimodal_pd.demo_tour import READ, SEEN, Tour, options_for
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from notebooks import shapes
 from notebooks.shapes import Shape
@@ -193,13 +193,6 @@ def test_a_picture_and_a_clip_go_with_the_prompt(
     assert [e["modality"] for e in events_of(trace, "item_received")] == ["image", "video"]
 
 
-def test_a_clip_without_a_question_is_asked_about(
-    seeing_directory: Path, files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_on(seeing_directory, "--trace", "off", "--video", str(files / "frames"), "--video-fps", "2") == 0
-    assert "answer" in capsys.readouterr().out
-
-
 def test_pictures_in_a_conversation(
     seeing_directory: Path, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,8 +265,6 @@ def test_steps_overlap_as_the_flags_request(flags: str, expected: bool | None) -
     ("flags", "expected"),
     [
         ("", "ngram"),
-        ("--model somewhere", "ngram"),
-        ("--speculative draft_model", "draft_model"),
         ("--speculative draft_model --draft-model somewhere", "draft_model"),
         ("--prompt hello", None),
         ("--chat --speculative ngram", "ngram"),
@@ -318,25 +309,3 @@ def test_a_clip_is_a_sheet_of_its_first_to_last_frames() -> None:
     sheet = contact_sheet(np.stack([np.full((24, 24, 3), 10 * number, np.uint8) for number in range(1, 8)]))
     assert sheet.shape == (51, 51, 3) and sheet[25, 25].tolist() == [0] * 3
     assert [sheet[y, x, 0] for y in (0, 50) for x in (0, 50)] == [10, 30, 50, 70]
-
-
-def test_the_pictures_of_the_demo_are_of_the_kind_that_the_checkpoint_has_learned() -> None:
-    square, star, green = (
-        Shape("big", *each)
-        for each in (("blue", "square", "left"), ("yellow", "star", "right"), ("green", "star", "right"))
-    )
-    cross, triangle = Shape("big", "purple", "cross", "top left"), Shape("big", "orange", "triangle", "top right")
-    expected = {
-        "a_big_red_circle": [shapes.picture(Shape("big", "red", "circle"))],
-        "a_blue_square_and_a_yellow_star": [shapes.picture(square, star)],
-        "a_blue_square_and_a_green_star": [shapes.picture(square, green)],
-        "a_purple_cross_an_orange_triangle_and_a_black_circle": [
-            shapes.picture(cross, triangle, Shape("big", "black", "circle", "bottom"))
-        ],
-        "a_green_square_moves_to_the_right": shapes.clip(Shape("big", "green", "square"), frames=4),
-    }
-    assert {path.stem for path in PICTURES.iterdir()} == expected.keys()
-    for name, frames in expected.items():
-        kind = "video" if len(frames) > 1 else "image"
-        stored = loaded({"type": kind, kind: PICTURES / f"{name}.png"}, MultimodalConfig(), name).pixels
-        assert np.array_equal(stored, np.squeeze([np.asarray(frame) for frame in frames])), name

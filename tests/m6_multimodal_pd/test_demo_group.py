@@ -29,10 +29,7 @@ def own_threads() -> Iterator[None]:
     [
         ("", DisaggregationConfig()),
         ("--model somewhere", None),
-        ("--prompt hello", None),
         ("--chat", None),
-        ("--pd", DisaggregationConfig()),
-        ("--model somewhere --pd", DisaggregationConfig()),
         ("--prompt hello --pd", DisaggregationConfig()),
         ("--prefill 2", DisaggregationConfig(prefill=2)),
         ("--chat --decode 3 --transport in_process", DisaggregationConfig(decode=3, transport="in_process")),

@@ -5,27 +5,22 @@ in pools so small that requests are retracted. On top come budgets that cut insi
 encode next to nothing in a step, and caches of embeddings that hold next to nothing.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import m6_multimodal_pd
-from m6_multimodal_pd import KVCapacityError, ModelConfig
-from m6_multimodal_pd.model_loader import load_model
+from m6_multimodal_pd import KVCapacityError
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces, InTurn
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import check_ask, serve
 from tests.m6_multimodal_pd.engines import Guessing, MakeEngine, check_drained, check_flushed, check_step, setting
 from tests.m6_multimodal_pd.recorded_graphs import (
-    RecordedGraph,
     graphs_of_engines as graphs_of_engines,
     recorded_graphs as recorded_graphs,
     wanted_graphs as wanted_graphs,
 )
 from tests.m6_multimodal_pd.seeing import EOS, MOST_TOKENS, AloneInTheirs, SeeingAsk
-from tests.support.engines import EngineMaker
 
 TURNS: tuple[tuple[str | int, ...], ...] = (
     (1, "a", 2),
@@ -96,22 +91,6 @@ def test_any_traffic_gets_the_tokens_of_transformers(
     make_engine: MakeEngine, alone: AloneInTheirs, cache: str, page_size: int, speculator: str
 ) -> None:
     check_any_traffic(make_engine, alone, cache, page_size, speculator)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("speculator", SPECULATORS)
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_any_traffic_in_graphs(
-    graphs_of_engines: list[RecordedGraph],
-    seeing_directory: Path,
-    alone: AloneInTheirs,
-    page_size: int,
-    speculator: str,
-) -> None:
-    """Batches of every size, with prompts, pieces and images in between, and slots that others had before."""
-    loaded = load_model(ModelConfig(model=seeing_directory, device="cpu", dtype="float32"))
-    check_any_traffic(EngineMaker(m6_multimodal_pd, loaded), alone, "radix", page_size, speculator)
-    assert sum(graph.num_replays for graph in graphs_of_engines) > 100
 
 
 def check_any_traffic(

@@ -1,7 +1,6 @@
 """A cache key with images and a list of token ids are not taken for each other."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -13,7 +12,6 @@ from m5_chunked_prefill_spec.speculative.proposer import NgramProposer
 from m6_multimodal_pd.config import DEFAULT_MODEL
 from m6_multimodal_pd.multimodal.inputs import MultimodalDataItem, PaddedKey
 from m6_multimodal_pd.request import Req
-from tests.m4_radix_cache.caches import make_cache
 from tests.m6_multimodal_pd.items import inputs, item
 from tests.testbed.fakes import make_request
 
@@ -53,13 +51,6 @@ def test_a_key_is_no_token_ids() -> None:
             misuse()
 
 
-def test_token_ids_are_no_key() -> None:
-    cache = make_cache()
-    for misuse in (cache.match_prefix, lambda token_ids: cache.insert(token_ids, [1], 0)):
-        with pytest.raises(AttributeError):
-            misuse(PROMPT)  # type: ignore[arg-type]
-
-
 @given(st.integers(0, 14), st.integers(0, 14))
 def test_token_ids_of_a_key_end_before_an_image(start: int, end: int) -> None:
     req = make_req()
@@ -86,15 +77,3 @@ def test_a_draft_ends_before_an_image(prompt: list[int], images: tuple[int, int]
     req = make_req(prompt[:-1], item("a", images, pad_value=4096))
     req.output_ids.append(prompt[-1])
     assert NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2).propose([req], [4]) == [expected]
-
-
-def test_keys_are_made_of_requests_alone() -> None:
-    """A key of a list of token ids, without the images of its request, would share the KV of other images."""
-    root = Path(__file__).parents[2]
-    makers = {
-        str(file.relative_to(root))
-        for package in root.glob("m[4-6]_*")
-        for file in package.rglob("*.py")
-        if "RadixKey(" in file.read_text().replace("class PaddedKey(RadixKey)", "").replace('f"RadixKey(', "")
-    }
-    assert makers == {"m4_radix_cache/request.py", "m6_multimodal_pd/multimodal/inputs.py"}

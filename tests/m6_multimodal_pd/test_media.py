@@ -71,13 +71,6 @@ def test_what_the_caller_changes_afterwards_does_not_matter() -> None:
         np.testing.assert_array_equal(pixels, PIXELS)
 
 
-def test_the_first_frame_of_an_animation_is_the_image() -> None:
-    frames = [Image.new("RGB", (4, 3), color) for color in ("red", "blue")]
-    buffer = io.BytesIO()
-    frames[0].save(buffer, "PNG", save_all=True, append_images=frames[1:])
-    assert image(buffer.getvalue())[0, 0].tolist() == [255, 0, 0]
-
-
 def test_a_phones_picture_is_turned_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # shown after a quarter turn to the right
@@ -136,10 +129,6 @@ def test_grey_arrays_become_three_equal_channels() -> None:
         np.testing.assert_array_equal(image(grey), PIXELS[:, :, :1].repeat(3, axis=2))
 
 
-def test_an_array_that_is_a_view_is_read_as_it_looks() -> None:
-    np.testing.assert_array_equal(image(PIXELS[::-2, 1::3]), PIXELS[::-2, 1::3])
-
-
 @pytest.mark.parametrize(
     ("array", "says"),
     [
@@ -148,15 +137,12 @@ def test_an_array_that_is_a_view_is_read_as_it_looks() -> None:
         (PIXELS > 3, "uint8"),
         (np.zeros((3, 12, 20), np.uint8), "channels come last"),
         (np.zeros((2, 4, 4, 3), np.uint8), "[2, 4, 4, 3]"),
-        (np.zeros((12, 20, 2), np.uint8), "[12, 20, 2]"),
         (np.zeros(5, np.uint8), "[5]"),
         (np.zeros((0, 20, 3), np.uint8), "20x0"),
         (np.zeros((12, 0), np.uint8), "0x12"),
         (torch.zeros(3, 4, 4, dtype=torch.uint8), "torch tensor [3, 4, 4]"),
         (None, "lacks its 'image'"),
-        (7, "7 is no image"),
         ([PIXELS], "no image"),
-        ({"url": "x"}, "no image"),
     ],
 )
 def test_what_is_no_picture_is_refused_with_what_to_give(array: Any, says: str) -> None:
@@ -252,17 +238,13 @@ def test_a_decompression_bomb_is_an_error_and_no_warning() -> None:
         ({"type": "image", "image": PIXELS, "detail": "low"}, "'detail' in a part of type image is not known"),
         ({"type": "image", "image": PIXELS, "fps": 2}, "known are type, image"),
         ({"type": "image_url", "image_url": {"url": "data:", "detail": "low"}}, "known is only 'url'"),
-        ({"type": "image_url", "image_url": {}}, "known is only 'url'"),
-        ({"type": "image_url", "image_url": PIXELS}, "must be a URL"),
         ({"type": "image_url", "image_url": {"url": 3}}, "must be a URL"),
         ({"type": "image_url", "image": PIXELS}, "'image' in a part of type image_url"),
         ({"type": "image"}, "lacks its 'image'"),
         ({"type": "audio", "audio": b""}, "known are image, image_url, video, video_url"),
         ({"type": ["image"]}, "known are image"),
-        ({"image": PIXELS}, "known are image"),
         ({}, "type=None"),
         ("cat.png", "no part of a message"),
-        (PIXELS, "no part of a message"),
     ],
 )
 def test_nothing_is_accepted_and_ignored(part: Any, says: str) -> None:

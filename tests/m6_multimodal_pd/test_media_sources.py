@@ -135,12 +135,6 @@ def test_a_path_with_a_colon_is_still_a_path(path: str) -> None:
     assert "No such file" in refused(path, "image")
 
 
-def test_a_file_with_a_colon_in_its_name_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shot:1.png").write_bytes(PNG)
-    np.testing.assert_array_equal(load("shot:1.png", "image"), PIXELS)
-
-
 # --- data: ------------------------------------------------------------------------------------------------------------
 
 
@@ -153,14 +147,10 @@ def test_the_content_and_not_its_claimed_type_decides() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "data:",
         "data:image/png",
         "data:image/png;base64,",
-        "data:image/png,abc",
         "data:image/png;base64,A===",
-        "data:image/png;base64,%41%42",
         "data:image/png;base64,ä",
-        "data:image/png;base64,QUJD",
     ],
 )
 def test_a_broken_data_url_is_refused(url: str) -> None:
@@ -212,11 +202,6 @@ def test_no_redirect_leads_out_of_the_web(site: str, tmp_path: Path, target: str
 def test_a_redirect_leads_only_to_a_scheme_that_is_allowed(site: str) -> None:
     says = refused(f"{site}/to?https://127.0.0.1:1/x", allowed_url_schemes=("http",))
     assert "leads to 'https://127.0.0.1:1/x': https: URLs are refused" in says
-
-
-def test_a_circle_of_redirects_ends(site: str) -> None:
-    assert "cannot be read" in refused(f"{site}/circle", allowed_url_schemes=("http",))
-    assert 1 < len(Site.asked) < 20
 
 
 def test_no_more_than_the_limit_is_read(site: str) -> None:

@@ -141,6 +141,7 @@ def test_of_a_hub_id_only_the_weights_are_fetched(saved: Path, tmp_path: Path, m
 # --- text models ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_text_model_is_what_m3_loads(architecture: str, tmp_path: Path) -> None:
     directory = save_random_model(tmp_path, architecture)
@@ -182,12 +183,6 @@ def test_another_architecture_is_refused_with_all_that_are_supported(directory: 
     assert all(supported in message for supported in (*SUPPORTED_ARCHITECTURES, ARCHITECTURE))
 
 
-def test_earlier_loaders_refuse_a_model_that_sees(saved: Path) -> None:
-    with pytest.raises(ModelLoadError, match=f"{ARCHITECTURE}' is not supported; supported are Qwen3ForCausalLM") as no:
-        m3_loader.load_model(ModelConfig(model=saved, device="cpu"))
-    assert not str(no.value).endswith(ARCHITECTURE)
-
-
 NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
     ("text_config", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ("text_config", {"num_hidden_layers": 1}, "deepstack_visual_indexes=[0, 2] are more than the 1 layers"),
@@ -196,16 +191,12 @@ NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
     (None, {"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
     (None, {"image_token_id": 5000}, "image_token_id=5000 in config.json is no token: there are 4,096"),
     (None, {"video_token_id": -1}, "video_token_id=-1"),
-    (None, {"vision_start_token_id": 4096}, "vision_start_token_id=4096"),
     (None, {"vision_start_token_id": 3, "vision_end_token_id": 3}, "vision_end_token_id=3"),
     ("vision_config", {"out_hidden_size": 32}, "out_hidden_size=32 is not the language model's hidden_size=64"),
     ("vision_config", {"deepstack_visual_indexes": [0, 3]}, "deepstack_visual_indexes=[0, 3] must each be another"),
-    ("vision_config", {"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes=[1, 1]"),
     ("vision_config", {"depth": 0}, "vision_config.depth=0 is not valid: Expected `int` >= 1"),
     ("vision_config", {"num_heads": 3}, "vision_config.hidden_size=32 over 3 heads"),
-    ("vision_config", {"patch_size": 0}, "vision_config.patch_size=0"),
     ("vision_config", {"patch_size": [4, 4]}, "vision_config.patch_size=[4, 4]"),
-    ("vision_config", {"num_position_embeddings": 0}, "vision_config.num_position_embeddings=0"),
     ("vision_config", {"hidden_act": "wiggle"}, "vision_config.hidden_act='wiggle' is not one of"),
     ("vision_config", {"model_type": "qwen2_vl_vision"}, "model_type|its config cannot be loaded"),
     ("text_config", {"model_type": "qwen3"}, "model_type='qwen3' where it must be 'qwen3_vl_text'"),
@@ -228,12 +219,7 @@ TENSORS: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
     (lambda tensors: tensors.update({PATCHES: torch.zeros(3)}), f"other shapes for {PATCHES} [3] instead of [32, 3,"),
     (lambda tensors: tensors.update({"model.visual.extra": torch.zeros(3)}), "have unexpected model.visual.extra"),
     (lambda tensors: tensors.update({"model.audio.weight": torch.zeros(3)}), "have unexpected model.audio.weight"),
-    (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64)}), "have unexpected model.norm.weight"),
     (lambda tensors: tensors.update({PATCHES: tensors[PATCHES].to(torch.int8)}), f"{PATCHES} is stored as I8"),
-    (
-        lambda tensors: [tensors.pop(name) for name in [*tensors] if name.startswith("model.visual.")],
-        "the weights lack model.visual.blocks.0.attn.proj.bias, ",
-    ),
 ]
 
 

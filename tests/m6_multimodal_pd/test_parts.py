@@ -1,7 +1,6 @@
 """Parts of one's own in m6's roles: what fits is used, what does not fit is refused, and a text model needs none."""
 
-import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,13 @@ import pytest
 from torch import Tensor
 
 import m5_chunked_prefill_spec
-from m6_multimodal_pd import PARTS, ConfigError, LLMEngine, ModelConfig, SamplingParams
+from m6_multimodal_pd import ConfigError, LLMEngine, ModelConfig, SamplingParams
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
-from m6_multimodal_pd.multimodal.encoder import Encoder, ItemSlice
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, greedy, setting
-from tests.m6_multimodal_pd.seeing import SHOWN, Theirs, asking, text
+from tests.m6_multimodal_pd.seeing import SHOWN, Theirs, asking
 
 NEW_ROLES = {"media_reader", "embedding_cache", "encoder", "encoder_budget"}
 SHORT = greedy(4)
@@ -25,13 +23,6 @@ SHORT = greedy(4)
 def test_an_adder_without_a_budget_for_images_is_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match=r"'prefill_adder'.* has no limit_encoding"):
         make_engine({"prefill_adder": m5_chunked_prefill_spec.PARTS["prefill_adder"]})
-
-
-@pytest.mark.parametrize("role", sorted(PARTS))
-def test_the_constructor_of_a_part_names_its_arguments(role: str) -> None:
-    """A part of a user's own is checked against them."""
-    kinds = {parameter.kind for parameter in inspect.signature(PARTS[role]).parameters.values()}
-    assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
 
 
 # --- what fits is used ------------------------------------------------------------------------------------------------
@@ -68,21 +59,6 @@ def test_a_cache_that_keeps_nothing_costs_runs_and_no_token(make_engine: MakeEng
     assert engine.generate(prompt, SHORT).token_ids == their_model.answer(prompt).token_ids[:4]
     runs, items, hits = counts(engine)
     assert runs > 4 and items == runs and hits == 0
-
-
-def test_an_encoder_of_ones_own_makes_the_embeddings(make_engine: MakeEngine) -> None:
-    """Blind: it turns all pictures to zeros."""
-    seen: list[ItemSlice] = []
-
-    class Blind(Encoder):
-        def embed(self, seen_now: Sequence[ItemSlice]) -> list[Tensor]:
-            seen.extend(seen_now)
-            return [rows * 0 for rows in super().embed(seen_now)]
-
-    engine = make_engine({"encoder": Blind}, **setting(page_size=1, cache="chunk"))
-    other = [{"role": "user", "content": [{**SHOWN["a"], "image": SHOWN["a"]["image"].rotate(90)}, text(1)]}]
-    assert engine.chat(asking("a", 1), SHORT).token_ids == engine.chat(other, SHORT).token_ids, "it cannot tell them"
-    assert [own.count for own in seen] == [9, 9] and engine.stats().num_encoder_runs == 2
 
 
 def test_a_budget_of_ones_own_says_how_far_a_prompt_goes(make_engine: MakeEngine, their_model: Theirs) -> None:
@@ -127,18 +103,3 @@ def test_an_engine_on_a_text_model_makes_no_part_that_sees(tiny_directory: Path,
         wanted = [make_m1().generate(prompt, greedy(5)).token_ids for prompt in prompts]
         assert [output.token_ids for output in outputs.values()] == wanted
         assert counts(engine) == (0, 0, 0)
-
-
-def test_the_roles_that_stay_m5_s_take_m5_s_parts(make_engine: MakeEngine) -> None:
-    changed = {role for role, part in PARTS.items() if m5_chunked_prefill_spec.PARTS.get(role) is not part}
-    assert changed == NEW_ROLES | {
-        "wiring",
-        "model_loader",
-        "input_processor",
-        "request",
-        "prefill_adder",
-        "model_runner",
-        "engine_core",
-    }
-    engine = make_engine({role: m5_chunked_prefill_spec.PARTS[role] for role in PARTS.keys() - changed})
-    assert engine.chat(asking("a", 1), SHORT).finish_reason == "length"

@@ -136,13 +136,6 @@ def test_a_prompt_of_another_processor_is_refused(make_engine: MakeEngine, stric
     check_good(strict, their_model)
 
 
-def test_a_prompt_of_an_engine_with_other_limits_fits(
-    make_engine: MakeEngine, strict: Any, their_model: Theirs
-) -> None:
-    made = make_engine(**setting()).chat_prompt(GOOD)
-    assert strict.generate(made, PARAMS).token_ids == their_model.answer(made).token_ids[:4]
-
-
 def test_a_template_that_shows_no_picture_is_told_from_one_that_shows_too_many(make_engine: MakeEngine) -> None:
     silent = "{% for message in messages %}{{ message.content if message.content is string else 'x' }}{% endfor %}"
     engine: Any = make_engine(**setting(), chat_template=silent)
@@ -183,13 +176,6 @@ def test_a_prompt_that_the_memory_never_holds_is_refused(make_engine: MakeEngine
     assert engine.generate(asking("d"), PARAMS).finish_reason == "length"
 
 
-def test_whole_prompts_must_fit_into_a_step_with_their_pictures(make_engine: MakeEngine) -> None:
-    engine: Any = make_engine(**setting(4, 40, enable_chunked_prefill=False))
-    with pytest.raises(PromptTooLongError, match="40"):
-        engine.add_request(asking("c", 1, 2, 3), PARAMS)
-    assert engine.generate(asking("d"), PARAMS).finish_reason == "length"
-
-
 # --- models without eyes ----------------------------------------------------------------------------------------------
 
 
@@ -211,7 +197,3 @@ def test_a_text_model_refuses_pictures_and_answers_texts(text_engine: Any, stric
     assert text_engine.chat(in_parts, PARAMS).token_ids == text_engine.chat(conversation, PARAMS).token_ids
     assert text_engine.chat(conversation, PARAMS).token_ids == text_engine.generate(conversation, PARAMS).token_ids
     check_drained(text_engine)
-
-
-def test_a_text_model_may_say_the_words_that_another_model_sees_by(text_engine: Any) -> None:
-    assert text_engine.generate(f"What is {IMAGE_PAD}?", PARAMS).finish_reason == "length"

@@ -7,7 +7,7 @@ import pytest
 
 from m6_multimodal_pd import LLMEngine, SamplingParams
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, setting
-from tests.m6_multimodal_pd.seeing import SHOWN, Theirs, asking, messages, picture, text
+from tests.m6_multimodal_pd.seeing import Theirs, asking, messages, picture, text
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
@@ -43,11 +43,6 @@ def test_the_same_question_about_another_picture_finds_what_stands_before_it(eng
     assert engine.stats().hit_rate == pytest.approx(start_of(engine, first) / asked)
 
 
-def test_the_same_picture_and_another_question_find_all_of_the_picture(engine: Any) -> None:
-    engine.chat(asking("a", 2), PARAMS)
-    assert cached_tokens(engine, asking("a", 3)) >= start_of(engine, asking("a", 3)) + 9
-
-
 def test_a_second_turn_with_the_same_picture_does_not_run_the_tower(engine: Any, their_model: Theirs) -> None:
     engine.chat(messages((("a", 1),)), PARAMS)
     runs = counts(engine)[0]
@@ -58,21 +53,6 @@ def test_a_second_turn_with_the_same_picture_does_not_run_the_tower(engine: Any,
     assert output.token_ids == their_model.answer(engine.chat_prompt(second)).token_ids[:4]
 
 
-def test_where_only_the_second_of_two_pictures_changes_the_hit_keeps_the_first(engine: Any) -> None:
-    engine.chat(asking("a", "c", 1), PARAMS)
-    changed = [{"role": "user", "content": [SHOWN["a"], {"type": "image", "image": picture("x", 5, 4)}, text(1)]}]
-    assert cached_tokens(engine, changed) == start_of(engine, changed, item=1)
-    assert counts(engine)[1] == 3
-
-
-def test_a_clip_is_one_content_whose_frames_are_found_together(engine: Any) -> None:
-    engine.chat(asking("v", 1), PARAMS)
-    clip = SHOWN["v"]["video"]
-    changed = {**SHOWN["v"], "video": [*clip[:3], picture("other end", 2, 3)]}
-    first = start_of(engine, asking("v", 1))
-    assert cached_tokens(engine, [{"role": "user", "content": [changed, text(1)]}]) == first
-
-
 def test_equal_bytes_of_another_shape_are_another_key(engine: Any) -> None:
     """16 x 24 and 24 x 16 pixels of the same bytes, which become as many tokens."""
     pixels = np.random.default_rng(0).integers(0, 256, 16 * 24 * 3, dtype=np.uint8)
@@ -81,18 +61,6 @@ def test_equal_bytes_of_another_shape_are_another_key(engine: Any) -> None:
     assert engine.chat_prompt(wide) == engine.chat_prompt(high)
     engine.chat(wide, PARAMS)
     assert cached_tokens(engine, high) == start_of(engine, high) and counts(engine)[1] == 2
-
-
-def test_a_hit_may_end_inside_a_picture(make_engine: MakeEngine, their_model: Theirs) -> None:
-    """In pages of 16 tokens a picture of 20 never begins and ends with a page."""
-    engine = make_engine(**setting(page_size=16))
-    engine.chat(asking("c", 1), PARAMS)
-    again = asking("c", 2)
-    prompt: Any = engine.chat_prompt(again)
-    item = prompt.multimodal_inputs.mm_items[0]
-    output = engine.generate(prompt, PARAMS)
-    assert item.start < output.metrics.cached_tokens < item.end, "the picture does not lie as this test wants it"
-    assert output.token_ids == their_model.answer(prompt).token_ids[:4]
 
 
 def test_requests_under_different_salts_share_embeddings_and_no_kv(engine: Any) -> None:
@@ -112,12 +80,6 @@ def test_a_prompt_made_by_one_engine_has_no_number_of_another(make_engine: MakeE
 
 
 # --- the embedding cache ----------------------------------------------------------------------------------------------
-
-
-def test_a_picture_that_comes_again_behind_another_text_is_not_encoded_again(engine: Any) -> None:
-    engine.chat(asking("a", 1), PARAMS)
-    output = engine.chat(asking(7, 8, "a"), PARAMS)
-    assert counts(engine) == (1, 1, 1) and output.metrics.cached_tokens < start_of(engine, asking(7, 8, "a"))
 
 
 def test_embeddings_leave_for_others_and_come_again_when_needed(make_engine: MakeEngine, their_model: Theirs) -> None:

@@ -10,7 +10,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from m1_single_request import ModelLoadError
 from m3_paged_attention.models.rotary import RotaryTable, default_rope
-from m6_multimodal_pd.models.rotary import MRopeTable, axes_of_pairs, mrope_section
+from m6_multimodal_pd.models.rotary import MRopeTable, mrope_section
 
 LENGTH, THETA = 512, 10_000.0
 SECTIONS = {64: (12, 10, 10), 128: (24, 20, 20), 16: (4, 2, 2), 12: (2, 2, 2)}
@@ -48,26 +48,7 @@ def test_on_equal_axes_it_is_the_rotary_embedding_of_text(head_dim: int, num_tok
             assert torch.equal(mine, wanted)
 
 
-def test_pairs_are_dealt_out_in_turn_and_time_gets_the_rest() -> None:
-    assert axes_of_pairs((24, 20, 20), 64) == [0, 1, 2] * 20 + [0] * 4
-    assert axes_of_pairs((12, 10, 10), 32) == [0, 1, 2] * 10 + [0] * 2
-    assert axes_of_pairs((8, 0, 0), 8) == [0] * 8
-
-
-def test_positions_may_be_a_part_of_a_longer_row() -> None:
-    mrope, _ = tables(64)
-    positions = positions_of(20)
-    whole = mrope(positions)
-    for mine, wanted in zip(mrope(positions[:, 5:12]), whole, strict=True):
-        assert torch.equal(mine, wanted[5:12])
-
-
 # --- what the config may say ------------------------------------------------------------------------------------------
-
-
-def test_the_section_of_the_config_is_read() -> None:
-    assert mrope_section("model", {"mrope_section": [12, 10, 10], "mrope_interleaved": True}, 64) == (12, 10, 10)
-    assert mrope_section("model", {"mrope_section": (32, 0, 0)}, 64) == (32, 0, 0)
 
 
 def test_a_config_that_names_no_section_means_the_usual_one() -> None:

@@ -140,14 +140,3 @@ def test_pictures_want_no_guesses_of_a_draft_model(
     assert engine.generate(prompt, PARAMS, speculate=False).token_ids == their_model.answer(prompt).token_ids
     check_drained(engine)
     check_flushed(engine)
-
-
-def test_drawn_texts_beside_pictures_draw_with_and_without_guesses(make_drafting: Any) -> None:
-    """A draft model keeps the distribution; what is drawn is no longer the same, but always a whole answer."""
-    engine: Any = make_drafting(**setting(8, method="draft_model", drafts=3))
-    params = greedy(MOST_TOKENS, temperature=1.0, seed=3)
-    asked = {"text": (asking(1, 2), {}), "sees": (asking("a", 1), {"speculate": False})}
-    outputs = serve(engine, asked, params)
-    assert all(len(output.token_ids) == MOST_TOKENS for output in outputs.values())
-    plain: Any = make_drafting(**setting(8))
-    assert outputs["sees"].token_ids == plain.generate(asking("a", 1), params).token_ids

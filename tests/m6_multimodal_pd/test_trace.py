@@ -10,18 +10,11 @@ import pytest
 
 from m6_multimodal_pd import SamplingParams
 from tests.m6_multimodal_pd.engines import MakeEngine, counts, drain, greedy, setting
-from tests.m6_multimodal_pd.event_examples import CLIP, EVICTED, HIT, POSITIONS, RECEIVED, RUN
 from tests.m6_multimodal_pd.seeing import asking, messages
 from tests.support.traces import fields, traced
 
 SHORT = greedy(2)
 TOKEN_BYTES = 3 * 64 * 4
-
-
-def test_summaries_of_events() -> None:
-    assert (RECEIVED.brief(), CLIP.brief()) == ("image of a: 300 tokens", "video of a: 12 tokens")
-    assert (RUN.brief(), HIT.brief()) == ("encoded for a, b: 2 items, 312 tokens", "encoder hit: b")
-    assert POSITIONS.brief() is EVICTED.brief() is None and POSITIONS.detail
 
 
 # --- arrivals ---------------------------------------------------------------------------------------------------------

@@ -129,11 +129,6 @@ def drawn_of(*records: TraceRecord, width: int = 100) -> str:
     return text_of(view.draw(), width)
 
 
-def test_a_transfer_has_both_states_and_what_has_arrived() -> None:
-    assert re.search(r"^a +transferring +waiting for input +1/2 +2/5 +2\.0 KiB *$", drawn_of(*STORY), re.M)
-    assert re.search(r"^a +bootstrapping +bootstrapping +0/0 +0/\? +0 bytes *$", drawn_of(STORY[0]), re.M)
-
-
 def test_the_next_attempt_of_a_request_takes_the_place_of_the_first() -> None:
     late = report("prefill-0", "chunk_sent", room=7, number=2, num_pages=1)
     lines = drawn_of(*STORY, routed("a", 9), late).splitlines()

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from m3_paged_attention.models.weights import read_headers
 from m6_multimodal_pd.models.vision import VisionTower, parted
-from tests.m6_multimodal_pd.vl_models import PATCH_DIM, VISION, picture, save_random_vl_model, theirs
+from tests.m6_multimodal_pd.vl_models import VISION, picture, save_random_vl_model, theirs
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
@@ -78,17 +78,8 @@ def test_no_pictures_are_no_forward(tower: VisionTower) -> None:
     assert tower.encode([]) == []
 
 
-def test_sizes_follow_from_the_config(tower: VisionTower, network: Any) -> None:
-    assert (tower.hidden_size, tower.num_deepstack, tower.merge_size) == (64, 2, 2)
-    assert tower.patch_dim == PATCH_DIM
-    assert tower.bytes_per_token == 3 * 64 * 4
-    assert tower.num_tokens((3, 4, 6)) == 18
-    assert tower.num_parameters == sum(parameter.numel() for parameter in network.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_close_as_transformers(directory: Path, network: Any, dtype: torch.dtype) -> None:
-    half, items = load(directory, dtype), ITEMS["three images of different sizes"]
+def test_half_precision_is_as_close_as_transformers(directory: Path, network: Any) -> None:
+    half, items = load(directory, dtype := torch.bfloat16), ITEMS["three images of different sizes"]
     ours, exact = half.encode(items), expected(network, items)
     usual = expected(theirs(directory, dtype).model.visual, [(pixels.to(dtype), grid) for pixels, grid in items])
     assert {part.dtype for part in ours} == {dtype} and half.bytes_per_token == 3 * 64 * 2
