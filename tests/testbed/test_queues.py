@@ -31,13 +31,6 @@ def test_requests_are_removed_by_identity_and_not_by_id(kind: Any) -> None:
 
 
 @each_queue
-def test_an_empty_queue_has_no_next(kind: Any) -> None:
-    for call in (kind().pop_request, kind().peek_request):
-        with pytest.raises(IndexError):
-            call()
-
-
-@each_queue
 @given(st.lists(st.sampled_from(["add", "preempt", "pop", "remove"])), st.randoms(use_true_random=False))
 def test_it_behaves_as_a_sorted_list_does(kind: Any, verbs: list[str], random: Random) -> None:
     queue, model, ran = kind(), list[Any](), list[Any]()
