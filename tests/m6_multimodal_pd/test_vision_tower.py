@@ -79,7 +79,8 @@ def test_no_pictures_are_no_forward(tower: VisionTower) -> None:
 
 
 def test_half_precision_is_as_close_as_transformers(directory: Path, network: Any) -> None:
-    half, items = load(directory, dtype := torch.bfloat16), ITEMS["three images of different sizes"]
+    dtype = torch.bfloat16
+    half, items = load(directory, dtype), ITEMS["three images of different sizes"]
     ours, exact = half.encode(items), expected(network, items)
     usual = expected(theirs(directory, dtype).model.visual, [(pixels.to(dtype), grid) for pixels, grid in items])
     assert {part.dtype for part in ours} == {dtype} and half.bytes_per_token == 3 * 64 * 2
