@@ -37,11 +37,9 @@ def test_template_options_reach_the_template(make_engine: MakeEngine) -> None:
     [
         [],
         None,
-        5,
         "hello",
         {"role": "user", "content": "hello"},
         ["hello"],
-        [None],
         [{"role": "user"}],
         [{"content": "hello"}],
         [{"role": "user", "content": ["hello"]}],

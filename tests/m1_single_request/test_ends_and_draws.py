@@ -2,7 +2,7 @@
 
 import pytest
 
-from m1_single_request import LLMEngine, RequestOutput, SamplingParams
+from m1_single_request import RequestOutput, SamplingParams
 from tests.m1_single_request.engines import MakeEngine, drain, greedy
 
 PROMPT = [11, 12, 13]
@@ -30,15 +30,6 @@ def test_any_end_of_sequence_id_ends_the_output_unless_it_is_ignored(
         tokenizer = engine.engine_core.input_processor.tokenizer
         assert output.text == tokenizer.decode(free.token_ids[:position]), "the text of the stop token is not shown"
         assert engine.generate(PROMPT, greedy(12)).token_ids == free.token_ids
-
-
-def test_a_stop_token_id_ends_the_output_and_is_named(engine: LLMEngine, free: RequestOutput) -> None:
-    stop = free.token_ids[3]
-    output = engine.generate(PROMPT, greedy(12, stop_token_ids=[stop]))
-    assert output.token_ids == free.token_ids[:4]
-    assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
-    shown = engine.generate(PROMPT, greedy(12, stop_token_ids=[stop], include_stop_str_in_output=True))
-    assert free.text.startswith(shown.text) and len(shown.text) > len(output.text)
 
 
 def test_min_tokens_keeps_stops_away(make_engine: MakeEngine, free: RequestOutput) -> None:

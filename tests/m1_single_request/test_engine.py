@@ -14,7 +14,7 @@ from m1_single_request import (
     LLMEngine,
     SamplingParams,
 )
-from tests.m1_single_request.engines import MakeEngine, OnEvent, drain, greedy, held, unfinished
+from tests.m1_single_request.engines import MakeEngine, OnEvent, drain, greedy, unfinished
 from tests.support.forks import in_a_fork
 
 PROMPT = "Once upon a time"
@@ -63,25 +63,7 @@ def test_metrics_are_counts_and_ordered_times(engine: LLMEngine) -> None:
     assert metrics.time_per_output_token == pytest.approx((metrics.latency - metrics.time_to_first_token) / 3)
 
 
-def test_without_parameters_the_defaults_hold(engine: LLMEngine) -> None:
-    assert engine.generate(PROMPT).token_ids == engine.generate(PROMPT, SamplingParams()).token_ids
-
-
-@pytest.mark.parametrize("form", [list, tuple], ids=["list", "tuple"])
-def test_token_ids_are_a_prompt_as_well(engine: LLMEngine, form: Callable[..., Any]) -> None:
-    ids = engine.engine_core.input_processor.tokenizer.encode(PROMPT)
-    output = engine.generate(form(ids), greedy(6))
-    assert output.prompt is None
-    assert output.token_ids == engine.generate(PROMPT, greedy(6)).token_ids
-
-
 # --- step by step -----------------------------------------------------------------------------------------------------
-
-
-def test_an_idle_step_does_nothing(engine: LLMEngine) -> None:
-    assert engine.step() == {}
-    assert not engine.has_unfinished_requests()
-    assert engine.stats().num_steps == 0
 
 
 def test_every_step_reports_what_changed(engine: LLMEngine) -> None:
@@ -182,20 +164,6 @@ def test_a_refused_request_changes_nothing(make_engine: MakeEngine) -> None:
 
 
 # --- closing, threads, trace readers ----------------------------------------------------------------------------------
-
-
-def test_close_releases_everything_and_may_be_called_twice(engine: LLMEngine) -> None:
-    engine.add_request(PROMPT, greedy(9), request_id="x")
-    stream = engine.stream(PROMPT, greedy(9))
-    engine.step()
-    assert held(engine) > 0
-    engine.close()
-    assert held(engine) == 0
-    assert not engine.has_unfinished_requests() and not engine.abort_request("x")
-    with pytest.raises(EngineClosedError):
-        next(stream)
-    stream.close()
-    engine.close()
 
 
 @pytest.mark.parametrize("call", ALL_CALLS.values(), ids=ALL_CALLS)

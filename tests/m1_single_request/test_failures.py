@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from m1_single_request import EngineDeadError, EngineError, ForwardError, LLMEngine, PartError
+from m1_single_request import LLMEngine, PartError
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.engine_core import EngineCore
 from m1_single_request.model_runner import ModelInputs, ModelRunner
@@ -17,10 +17,6 @@ from m1_single_request.scheduler import SchedulerOutput
 from tests.m1_single_request.engines import MakeEngine, greedy, held
 
 PROMPT = [31, 32, 33]
-
-
-def test_errors_of_ours_have_one_root() -> None:
-    assert issubclass(ForwardError, EngineError) and issubclass(EngineDeadError, EngineError)
 
 
 def test_a_failed_preparation_fails_its_request_alone(make_engine: MakeEngine) -> None:

@@ -19,22 +19,9 @@ from m1_single_request import (
     SamplingParams,
     llm_engine,
 )
-from tests.m1_single_request.engines import drain, greedy
+from tests.m1_single_request.engines import greedy
 
 PROMPTS: list[Any] = ["one", [7, 8, 9], "three", "one"]
-
-
-def test_a_batch_answers_in_order_of_submission(engine: LLMEngine) -> None:
-    outputs = engine.generate_batch(PROMPTS, greedy(5))
-    assert list(outputs) == ["req-0", "req-1", "req-2", "req-3"]
-    assert all(rid == output.request_id and output.finished for rid, output in outputs.items())
-    alone = [engine.generate(prompt, greedy(5)).token_ids for prompt in PROMPTS]
-    assert [output.token_ids for output in outputs.values()] == alone
-
-
-def test_each_prompt_of_a_batch_may_have_its_own_parameters(engine: LLMEngine) -> None:
-    outputs = engine.generate_batch(["one", "two"], [greedy(2), greedy(5)])
-    assert [len(output.token_ids) for output in outputs.values()] == [2, 5]
 
 
 def test_an_empty_batch_is_empty(engine: LLMEngine) -> None:
@@ -86,13 +73,6 @@ def test_a_batch_that_makes_no_sense_raises_before_anything_changes(
         engine.generate_batch(prompts, params)
     assert not engine.has_unfinished_requests()
     assert engine.generate("a", greedy(1)).request_id == "req-0"
-
-
-def test_a_batch_runs_beside_other_requests(engine: LLMEngine) -> None:
-    mine = engine.add_request("mine", greedy(9))
-    outputs = engine.generate_batch(["one", "two"], greedy(3))
-    assert mine not in outputs and len(outputs) == 2
-    assert drain(engine)[mine].token_ids == engine.generate("mine", greedy(9)).token_ids
 
 
 # --- the progress bar -------------------------------------------------------------------------------------------------

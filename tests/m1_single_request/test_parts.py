@@ -3,7 +3,6 @@
 That every role takes a part that fits and refuses one that does not is tested in `tests/engine_contract`.
 """
 
-from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from torch import Tensor
 from m1_single_request import PARTS, ConfigError, LLMEngine
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.output_processor import OutputProcessor
-from m1_single_request.request import FinishMatchedToken, Request, Sequence
-from m1_single_request.sampler import Sampler, SamplerOutput
+from m1_single_request.request import Request
+from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.scheduler import Scheduler
-from m1_single_request.stop_checker import StopChecker, StopVerdict
+from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from tests.m1_single_request.engines import MakeEngine, greedy
 
@@ -92,33 +91,6 @@ def test_a_sampler_of_ones_own_chooses_the_tokens(make_engine: MakeEngine) -> No
     assert usual.generate([5, 6], greedy(1)).token_ids != (second,), "other engines are not affected"
 
 
-class Alone:
-    """Is called, and has nothing else of a sampler."""
-
-    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        return SamplerOutput((7,) * len(logits), (None,) * len(logits))
-
-
-def test_a_part_that_is_called_needs_no_other_method(make_engine: MakeEngine) -> None:
-    assert make_engine({"sampler": Alone}).generate([5, 6], greedy(2)).token_ids == (7, 7)
-
-
-class StopsAtTwo(StopChecker):
-    """Two tokens are enough."""
-
-    def check(self, sequence: Sequence, new_token_ids: SequenceOf[int]) -> StopVerdict:
-        verdict = super().check(sequence, new_token_ids)
-        if sequence.get_output_len() + len(new_token_ids) == 2:
-            return StopVerdict(len(new_token_ids), FinishMatchedToken(new_token_ids[-1], is_eos=False))
-        return verdict
-
-
-def test_a_stop_checker_of_ones_own_ends_the_answers(make_engine: MakeEngine) -> None:
-    output = make_engine({"stop_checker": StopsAtTwo}).generate([5, 6], greedy(9))
-    assert (len(output.token_ids), output.finish_reason) == (2, "stop")
-    assert output.outputs[0].stop_reason == output.token_ids[-1]
-
-
 class Shouting(IncrementalDetokenizer):
     @property
     def text(self) -> str:
@@ -134,16 +106,6 @@ def test_text_parts_of_ones_own_make_the_text(make_engine: MakeEngine) -> None:
     usual = make_engine().generate("a", greedy(6)).text
     engine = make_engine({"detokenizer": Shouting, "output_processor": Tagging})
     assert engine.generate("a", greedy(6)).text == f"[{usual.upper()}]"
-
-
-def test_a_function_that_builds_the_part_fits_as_well(make_engine: MakeEngine) -> None:
-    made = []
-
-    def scheduler(**parts: Any) -> Scheduler:
-        made.append(Scheduler(**parts))
-        return made[-1]
-
-    assert make_engine({"scheduler": scheduler}).engine_core.scheduler is made[0]
 
 
 def test_wiring_of_ones_own_gets_configuration_table_and_tracer(make_engine: MakeEngine) -> None:

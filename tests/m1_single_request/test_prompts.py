@@ -20,14 +20,14 @@ def test_an_empty_prompt_is_refused(engine: LLMEngine, prompt: Any) -> None:
         engine.generate(prompt, greedy(3))
 
 
-@pytest.mark.parametrize("length", [MAX_MODEL_LEN, MAX_MODEL_LEN + 1, 10 * MAX_MODEL_LEN])
+@pytest.mark.parametrize("length", [MAX_MODEL_LEN, 10 * MAX_MODEL_LEN])
 def test_a_prompt_that_leaves_no_room_is_refused(engine: LLMEngine, length: int) -> None:
     with pytest.raises(PromptTooLongError, match=rf"'mine'.*{length}.*{MAX_MODEL_LEN}.*{MAX_MODEL_LEN - 1}"):
         engine.generate([7] * length, greedy(1), request_id="mine")
     assert not engine.has_unfinished_requests()
 
 
-@pytest.mark.parametrize("room", [1, 2, 5, 15])
+@pytest.mark.parametrize("room", [1, 15])
 @pytest.mark.parametrize("min_tokens", [0, 50])
 def test_prompt_and_output_together_keep_to_the_limit(make_engine: MakeEngine, room: int, min_tokens: int) -> None:
     engine = make_engine(max_model_len=16)

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from m1_single_request import SamplingParams
 from m1_single_request.draws import uniforms
-from m1_single_request.sampler import Sampler, best_tokens, gather_logprobs
+from m1_single_request.sampler import Sampler, best_tokens, filtered_probs, gather_logprobs
 from m1_single_request.sampling_metadata import SamplingRow
 from tests.m1_single_request.helpers import (
     adjusted_logits,
     exact_distribution,
     filtered,
-    fits,
     measured_distribution,
     metadata_of,
     row,
@@ -103,35 +102,19 @@ def test_any_row_draws_from_the_distribution_of_the_oracle(
 
 
 KEPT: list[tuple[list[float], dict[str, Any], set[int]]] = [
-    (FOUR, {}, {0, 1, 2, 3}),
-    # top_p keeps the fewest tokens that reach it
-    *[(FOUR, {"top_p": top_p}, {0}) for top_p in (1e-300, 1e-9, 0.39)],
-    *[(FOUR, {"top_p": top_p}, {0, 1}) for top_p in (0.41, 0.69)],
-    (FOUR, {"top_p": 0.71}, {0, 1, 2}),
-    (FOUR, {"top_p": 0.95}, {0, 1, 2, 3}),
-    # equal logits have shares that are exact numbers: no further token is kept
-    ([0.0] * 2, {"top_p": 0.5}, {0}),
-    ([0.0] * 4, {"top_p": 0.25}, {0}),
+    # top_p keeps the fewest tokens that reach it; equal logits have shares that are exact numbers
+    (FOUR, {"top_p": 1e-300}, {0}),
+    (FOUR, {"top_p": 0.69}, {0, 1}),
     ([0.0] * 4, {"top_p": 0.75}, {0, 1, 2}),
     # min_p drops tokens that are less likely than its share of the best, and no equal one
-    (FOUR, {"min_p": 0.2}, {0, 1, 2, 3}),
-    (FOUR, {"min_p": 0.3}, {0, 1, 2}),
-    (FOUR, {"min_p": 0.6}, {0, 1}),
-    (FOUR, {"min_p": 1.0}, {0}),
     ([1.0, 1.0, 0.0, 1.0], {"min_p": 1.0}, {0, 1, 3}),
     # top_k keeps exactly the k best, of equal ones the lowest ids
-    *[(FOUR, {"top_k": k}, set(range(k))) for k in (1, 2, 3, 4)],
-    (FOUR, {"top_k": 99}, {0, 1, 2, 3}),
     ([1.0, 3.0, 1.0, 1.0, 2.0], {"top_k": 3}, {0, 1, 4}),
-    ([0.0] * 6, {"top_k": 2}, {0, 1}),
     # each filter acts on what the one before left: of .4 and .3 the first has .57
     (FOUR, {"top_k": 2, "top_p": 0.5}, {0}),
-    (FOUR, {"top_p": 0.5}, {0, 1}),
     (FOUR, {"min_p": 0.6, "top_p": 0.5}, {0}),
     # temperature acts before the filters
-    (FOUR, {"top_p": 0.38}, {0}),
     (FOUR, {"top_p": 0.38, "temperature": 2.0}, {0, 1}),
-    (FOUR, {"min_p": 0.3, "temperature": 2.0}, {0, 1, 2, 3}),
 ]
 
 
@@ -144,16 +127,6 @@ def test_filters_keep(logits: list[float], params: dict[str, Any], expected: set
 # --- draws ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("way")
-def test_draws_over_the_positions_of_one_request_have_the_exact_distribution() -> None:
-    num, logits = 4000, some_logits(seed=4)
-    output = [0] * num
-    rows = [row(temperature=1.0, top_p=0.9, seed=11, output=output[:t]) for t in range(num)]
-    tokens = sample(logits.expand(num, -1), rows).token_ids
-    exact = exact_distribution(logits[0].tolist(), SamplingParams(temperature=1.0, top_p=0.9))
-    assert fits(np.bincount(tokens, minlength=VOCAB).tolist(), exact.tolist())
-
-
 def test_the_number_of_a_row_is_that_of_its_seed_and_output_position() -> None:
     rows = [row(temperature=1.0, seed=s, output=[1] * t) for s, t in ((3, 0), (3, 1), (-8, 5))]
     assert metadata_of(rows, VOCAB).uniforms.tolist() == uniforms([3, 3, -8], [0, 1, 5]).tolist()  # type: ignore[union-attr]
@@ -163,7 +136,7 @@ def test_the_number_of_a_row_is_that_of_its_seed_and_output_position() -> None:
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"min_p": 0.2, "top_k": 3, "top_p": 0.9}]
 )
-@pytest.mark.parametrize("uniform", [0.0, 2**-53, 0.5, LARGEST_UNIFORM])
+@pytest.mark.parametrize("uniform", [0.0, LARGEST_UNIFORM])
 def test_a_token_of_probability_zero_is_never_drawn_even_at_the_ends(filters: dict[str, Any], uniform: float) -> None:
     never = -math.inf
     for logits in (
@@ -177,27 +150,7 @@ def test_a_token_of_probability_zero_is_never_drawn_even_at_the_ends(filters: di
 
 
 @pytest.mark.usefixtures("way")
-def test_the_extreme_numbers_draw_the_first_and_the_last_possible_token() -> None:
-    logits = [-math.inf, 0.0, 1.0, 2.0, -math.inf]
-    assert sample_at(logits, row(temperature=1.0), [0.0, LARGEST_UNIFORM]) == (1, 3)
-    assert sample_at(logits, row(temperature=1.0, top_k=2), [0.0, LARGEST_UNIFORM]) == (2, 3)
-
-
-@pytest.mark.usefixtures("way")
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("uniform", [0.0, 0.5, LARGEST_UNIFORM])
-@pytest.mark.parametrize("seed", range(20))
-def test_the_largest_number_stays_inside_a_large_vocabulary(seed: int, uniform: float) -> None:
-    """The cumulative sum of many small numbers is not exactly one; the last token must be found all the same."""
-    logits = some_logits(vocab=5000, seed=seed)[0].tolist()
-    some_filters: list[dict[str, Any]] = [{}, {"top_p": 0.95}, {"top_k": 777, "min_p": 1e-4}]
-    for filters in some_filters:
-        (token,) = sample_at(logits, row(temperature=1.0, **filters), [uniform])
-        assert 0 <= token < 5000
-
-
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1.0, 1e5])
+@pytest.mark.parametrize("temperature", [1e-5, 1e5])
 @pytest.mark.parametrize(
     "settings", [{"logit_bias": {1: 100.0}}, {"repetition_penalty": 1e-30}, {"repetition_penalty": 1e-300}]
 )
@@ -307,32 +260,15 @@ def mixed_rows(num: int, vocab: int, seed: int = 0) -> list[SamplingRow]:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("vocab", [33, 4096])
 def test_a_row_of_a_mixed_batch_gets_exactly_what_it_gets_alone(vocab: int) -> None:
-    """Its mates switch on sorting, penalties and bias for the whole batch; no token and no log-probability may move."""
+    """Its mates switch on sorting, penalties and bias for the whole batch; not even what it draws from may move."""
     rows, logits = mixed_rows(40, vocab), some_logits(40, vocab, seed=8)
     together = sample(logits, rows)
     alone = [sample(logits[i : i + 1], rows[i : i + 1]) for i in range(40)]
     assert together.token_ids == tuple(one.token_ids[0] for one in alone)
     assert together.logprobs == tuple(one.logprobs[0] for one in alone)
-
-
-@pytest.mark.usefixtures("way")
-def test_the_distribution_of_a_plain_row_is_untouched_by_mates_that_are_filtered() -> None:
-    """Not only its token: no random number, however close to a limit, finds a difference."""
-    logits = some_logits(2, vocab=200, seed=9)
-    logits[0, 0] = -60.0  # nearly impossible, and the first: the number zero draws it
-    plain, filtering = row(temperature=1.0), row(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.2)
-    edges = softmax(logits[0].double().numpy()).cumsum()[:-1]
-    numbers = np.concatenate([[0.0], edges, np.nextafter(edges, 0), np.nextafter(edges, 1)])
-
-    def tokens(mates: int) -> tuple[int, ...]:
-        rows = [plain] * len(numbers) + [filtering] * mates
-        draws = torch.from_numpy(np.concatenate([numbers, [0.5] * mates]))
-        metadata = dataclasses.replace(metadata_of(rows, 200), uniforms=draws)
-        batch = torch.cat([logits[:1].expand(len(numbers), -1), logits[1:].expand(mates, -1)])
-        return Sampler()(batch, metadata).token_ids[: len(numbers)]
-
-    assert tokens(0) == tokens(3)
-    assert tokens(3)[0] == 0
+    probs = filtered_probs(logits, metadata_of(rows, vocab))
+    for i in range(40):
+        assert torch.equal(filtered_probs(logits[i : i + 1], metadata_of(rows[i : i + 1], vocab)), probs[i : i + 1])
 
 
 # --- fast paths -------------------------------------------------------------------------------------------------------
@@ -435,26 +371,6 @@ def test_ranks_say_how_many_tokens_are_at_least_as_likely() -> None:
         best = sorted(range(vocab), key=lambda token_id: -values[token_id])[:3]
         assert columns.token_ids == (token, *best) and columns.ranks[1:] == (1, 2, 3)
     assert any(columns.ranks[0] > 3 for columns in result.logprobs if columns)
-
-
-def test_a_tie_worsens_the_rank() -> None:
-    (columns,) = gather_logprobs(torch.tensor([[1.0, 1.0, 0.0, 2.0]]), torch.tensor([0]), 0)
-    assert columns.ranks == (3,)
-
-
-@pytest.mark.parametrize("k", [0, 1, 5, VOCAB])
-def test_k_best_tokens_are_reported_and_the_sampled_one_always(k: int) -> None:
-    """In the output's dictionary that makes k entries where the sampled token is among the best, else k + 1."""
-    result = sample(some_logits(40, seed=16), [row(temperature=2.0, seed=i, logprobs=k) for i in range(40)])
-    sizes = set()
-    for token, columns in zip(result.token_ids, result.logprobs, strict=True):
-        assert columns is not None
-        assert len(columns.token_ids) == len(columns.logprobs) == len(columns.ranks) == k + 1
-        assert columns.token_ids[0] == token
-        entries = set(columns.token_ids)
-        assert len(entries) == (k if token in columns.token_ids[1:] else k + 1)
-        sizes.add(len(entries))
-    assert sizes == ({k, k + 1} if 0 < k < VOCAB else {max(k, 1)})
 
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for() -> None:

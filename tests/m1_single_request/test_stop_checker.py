@@ -15,18 +15,7 @@ from tests.support.amounts import examples
 
 EOS, OTHER_EOS = 90, 91
 SPECIAL = {EOS: b"<end>", OTHER_EOS: b"<over>"}
-LETTERS = {b"a": 0, b"b": 1, b"c": 2, b"d": 3, b"x": 4}
-IDS = LETTERS | {text: token_id for token_id, text in SPECIAL.items()}
-
-
-def id_of(word: str | bytes) -> int:
-    """The token whose text this is, a new one if there is none."""
-    return IDS.setdefault(word.encode() if isinstance(word, str) else word, len(IDS))
-
-
-def pieces() -> dict[int, bytes]:
-    """The texts of all tokens."""
-    return {token_id: text for text, token_id in IDS.items()}
+LETTERS = {0: b"a", 1: b"b", 2: b"c", 3: b"d", 4: b"x"} | SPECIAL
 
 
 def checker(max_model_len: int = 1000) -> StopChecker:
@@ -57,75 +46,10 @@ def judge(sequence: Sequence, runs: SequenceOf[SequenceOf[int]], max_model_len: 
 # --- by example -------------------------------------------------------------------------------------------------------
 
 
-def token(word: str) -> FinishMatchedToken:
-    return FinishMatchedToken(id_of(word), is_eos=False)
-
-
-def eos(word: str) -> FinishMatchedToken:
-    return FinishMatchedToken(id_of(word), is_eos=True)
-
-
-def string(text: str) -> FinishMatchedStr:
-    return FinishMatchedStr(text)
-
-
-INCLUDED = {"include_stop_str_in_output": True}
-SHOWN = {"skip_special_tokens": False}
-HALF = "é".encode()[:1]
-
-Example = tuple[SequenceOf[str | bytes], dict[str, Any], int, BaseFinishReason | None, str]
-"""Texts of tokens, settings, how many of them are accepted, what ends the output, and its text."""
-
-EXAMPLES: dict[str, Example] = {
-    "a stop token counts, and its text is not shown": ("abxc", {"stop_tokens": ["x"]}, 3, token("x"), "ab"),
-    "unless it is asked for": ("abxc", {"stop_tokens": ["x"], **INCLUDED}, 3, token("x"), "abx"),
-    "an end of sequence as the very first token": (["<end>"], {}, 1, eos("<end>"), ""),
-    "an ignored end of sequence may be a stop token": (
-        ["<over>", "a", "<end>", "b"],
-        {"ignore_eos": True, "stop_tokens": ["<end>"]},
-        3,
-        token("<end>"),
-        "a",
-    ),
-    "half a character before a stop token stays broken": (["a", HALF, "<end>"], {}, 3, eos("<end>"), "a\ufffd"),
-    "a stop string is found across tokens and cut off": (
-        ["x E", "N", "D y", "z"], {"stop": "END"}, 3, string("END"), "x ",
-    ),
-    "or kept, and nothing behind it": (
-        ["one ", "EN", "Dless"], {"stop": "END", **INCLUDED}, 3, string("END"), "one END",
-    ),
-    "of two strings the one that ends first wins": (["abcdef"], {"stop": ["cde", "b"]}, 1, string("b"), "a"),
-    "of two that end together the longer wins": (
-        ["xxab", "cd"], {"stop": ["cd", "abcd", "bcd"]}, 2, string("abcd"), "xx",
-    ),
-    "skipped special tokens match no string": (
-        ["a", "<end>", "b"], {"stop": "<end>", "ignore_eos": True}, 3, None, "ab",
-    ),
-    "shown ones do, before their id": (["a", "<end>"], {"stop": "<end>", **SHOWN}, 2, string("<end>"), "a"),
-    "max_model_len counts the prompt": (
-        "bcde", {"prompt_len": 5, "max_model_len": 8}, 3, FinishLength("max_model_len", 8), "bcd",
-    ),
-    "a string that was complete before min_tokens does not count later": (
-        ["a", "bc", "x", "y", "bc"], {"stop": "bc", "min_tokens": 3}, 5, string("bc"), "abcxy",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_output_ends(name: str, together: bool) -> None:
-    words, settings, *expected = EXAMPLES[name]
-    ids = [id_of(word) for word in words]
-    settings = dict(settings)
-    stop_tokens = [id_of(word) for word in settings.pop("stop_tokens", ())]
-    max_model_len = settings.pop("max_model_len", 1000)
-    sequence = sequence_of(pieces(), special=SPECIAL, stop_token_ids=stop_tokens, **settings)
-    assert judge(sequence, [ids] if together else [[i] for i in ids], max_model_len) == tuple(expected)
-
-
 def test_only_a_stop_token_and_a_stop_string_are_named_as_stop_reason() -> None:
-    reasons = [token("x"), eos("<end>"), string("END"), FinishLength("max_tokens", 3)]
-    assert [reason.stop_reason for reason in reasons] == [id_of("x"), None, "END", None]
+    token, eos = FinishMatchedToken(7, is_eos=False), FinishMatchedToken(EOS, is_eos=True)
+    reasons = [token, eos, FinishMatchedStr("END"), FinishLength("max_tokens", 3)]
+    assert [reason.stop_reason for reason in reasons] == [7, None, "END", None]
     assert [reason.reason for reason in reasons] == ["stop", "stop", "stop", "length"]
 
 
@@ -144,7 +68,7 @@ def test_stop_ids_are_the_union_of_the_request_and_the_model() -> None:
     ids=["string", "token", "length"],
 )
 def test_what_lies_behind_a_stop_is_neither_read_nor_committed(settings: dict[str, Any], text: str) -> None:
-    sequence = sequence_of(pieces(), special=SPECIAL, **settings)
+    sequence = sequence_of(LETTERS, special=SPECIAL, **settings)
     checker().check(sequence, [0, 1, 2])
     assert sequence.detokenizer.text == text
     assert sequence.get_output_len() == 0, "committing is the scheduler's"
@@ -162,7 +86,7 @@ class CountingTokenizer(PieceTokenizer):
 
 def counted(**settings: Any) -> tuple[Sequence, CountingTokenizer]:
     """A sequence without output, and its tokenizer, which counts."""
-    tokenizer = CountingTokenizer(pieces(), SPECIAL)
+    tokenizer = CountingTokenizer(LETTERS, SPECIAL)
     detokenizer = IncrementalDetokenizer(tokenizer)  # type: ignore[arg-type]
     return Sequence("req", [0, 1, 2], SamplingParams(**settings), detokenizer), tokenizer
 
@@ -248,14 +172,6 @@ def test_any_run_of_tokens_ends_where_the_oracle_says_however_it_is_cut(
 
 
 # --- held-back text ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "held"),
-    [("abENx", ["END"], 0), ("abEN", ["END"], 2), ("aaaa", ["aaab"], 3), ("xab", ["abc", "bcd"], 2), ("x", ["x"], 0)],
-)
-def test_what_may_begin_a_stop_string_is_held_back(text: str, stops: list[str], held: int) -> None:
-    assert held_back(text, stops) == held
 
 
 @settings(max_examples=examples(300))

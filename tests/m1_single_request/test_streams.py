@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,15 +122,6 @@ def test_a_stream_dropped_inside_a_step_changes_nothing_in_it_and_the_next_call_
     assert (stats.num_finished, stats.num_output_tokens, held(engine)) == ({"abort": 1}, 1, 0)
 
 
-def test_a_stream_that_another_thread_drops_is_aborted(engine: LLMEngine) -> None:
-    box = [engine.stream([5, 6, 7], greedy(50), request_id="x")]
-    thread = threading.Thread(target=box.clear)
-    thread.start()
-    thread.join()
-    assert drain(engine) == {}
-    assert engine.stats().num_finished == {"abort": 1} and engine.stats().num_steps == 1
-
-
 def test_a_stream_closed_after_its_end_leaves_nothing_behind(engine: LLMEngine) -> None:
     stream = engine.stream("a", greedy(1), request_id="mine")
     engine.generate("b", greedy(1))  # ends the stream's request on the way
@@ -139,15 +129,6 @@ def test_a_stream_closed_after_its_end_leaves_nothing_behind(engine: LLMEngine) 
     engine.add_request("c", greedy(2), request_id="mine")
     last = drain(engine)
     assert last["mine"].prompt == "c" and last["mine"].finish_reason == "length"
-
-
-def test_a_stream_closed_after_an_abort_reports_to_no_caller(engine: LLMEngine) -> None:
-    stream = engine.stream("a", greedy(9))
-    next(stream)
-    assert engine.abort_request(stream.request_id)
-    stream.close()
-    assert drain(engine) == {}
-    assert engine.stats().num_finished == {"abort": 1}
 
 
 class ClosesAtFinish:

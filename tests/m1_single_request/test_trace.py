@@ -426,17 +426,6 @@ def test_a_step_is_a_span_of_its_request_and_four_phases_of_the_engine_end_to_en
     assert [e["ts"] for e in phases] == pytest.approx(ends[:-1]) and ends[-1] == pytest.approx(10.01e6)
 
 
-def test_each_request_of_a_step_has_a_bar_with_what_it_does(tmp_path: Path) -> None:
-    late = Mixed(rids=("d",), modes=("decode",), padding=0)
-    records = [record(MIXED, at=10.0), record(late, at=10.0), record(STEP, at=10.01), record(step_from(10.02), step=4)]
-    entries, lanes = chrome(tmp_path / "t.json", records)
-    bars = [e for e in entries if e["ph"] == "X" and lanes[e["tid"]] != "engine"]
-    wanted = [("a", "prefill"), ("b", "decode"), ("c", "decode"), ("d", "decode")]
-    assert [(lanes[e["tid"]], e["name"]) for e in bars] == wanted, "and none in the step without a batch"
-    assert [e["dur"] for e in bars] == pytest.approx([7500] * 4)
-    assert [e["ts"] for e in bars] == pytest.approx([10.01e6 - 7500] * 4)
-
-
 def test_steps_that_interleave_have_their_own_bars_where_they_were(tmp_path: Path) -> None:
     """Step 4 begins before step 3 ends: no lane has two bars at a time."""
     third = step_from(10.0, 10.02, 10.03)  # with pauses
@@ -496,11 +485,6 @@ def test_a_bar_begins_when_the_one_before_it_on_its_lane_has_ended(tmp_path: Pat
         ("disk", 10.0), ("disk", 10.005), ("tape", 10.007),
     ]  # fmt: skip
     assert [duration for _, _, duration in bars] == pytest.approx([5000, 4000, 3000])
-
-
-def test_a_step_that_was_interrupted_leaves_no_bar_in_the_next(tmp_path: Path) -> None:
-    entries, lanes = chrome(tmp_path / "t.json", [record(MIXED), record(STEP, step=4)])
-    assert not [entry for entry in entries if entry["ph"] == "X" and lanes[entry["tid"]] != "engine"]
 
 
 def test_a_step_counts_tokens_kv_and_running_requests_and_an_event_what_it_brings(tmp_path: Path) -> None:
