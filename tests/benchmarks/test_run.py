@@ -123,7 +123,7 @@ def test_arguments_that_cannot_be_measured_are_one_clear_line(arguments, message
     assert re.match(f"BenchmarkError: .*{message}", error(capsys, *arguments))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("arguments", "message"), THERE)
 def test_parts_and_settings_that_an_engine_refuses_are_one_clear_line(arguments, message, mine, capsys):
     line = error(capsys, "--milestone", "m4", *[argument.replace("{mine}", str(mine)) for argument in arguments])

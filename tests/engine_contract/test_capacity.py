@@ -61,24 +61,6 @@ def test_a_request_that_outgrows_the_memory_keeps_its_tokens_and_the_others_go_o
     assert engine.generate(ids(5), greedy(15)).finish_reason == "length"
 
 
-def test_requests_that_outgrow_the_memory_end_one_after_the_other(variant: Variant, make_engine: MakeEngine) -> None:
-    engine = make_engine(room=8)
-    for rid in "abc":
-        engine.add_request(ids(2), greedy(50), request_id=rid)
-    outputs = run(variant, engine)
-    assert [len(outputs[rid].token_ids) for rid in "abc"] == [7] * 3, "each had all of it in the end"
-    assert all(isinstance(output.error, KVCapacityError) for output in outputs.values())
-
-
-def test_a_small_memory_serves_many_requests_in_turns(variant: Variant, make_engine: MakeEngine, make_m1: Any) -> None:
-    engine, alone = make_engine(room=8), make_m1()
-    for n in range(1, 7):
-        engine.add_request(ids(n), greedy(9 - n), request_id=str(n))
-    outputs = run(variant, engine)
-    for n in range(1, 7):
-        assert outputs[str(n)].token_ids == alone.generate(ids(n), greedy(9 - n)).token_ids
-
-
 def test_a_family_that_does_not_fit_together_runs_in_turns(
     variant: Variant, make_engine: MakeEngine, make_m1: Any
 ) -> None:

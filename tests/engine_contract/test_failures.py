@@ -131,17 +131,6 @@ def test_a_close_whose_reset_raises_frees_the_memory_all_the_same(variant: Varia
         engine.step()
 
 
-def test_a_failed_sampler_fails_the_requests_of_its_step(
-    variant: Variant, make_engine: MakeEngine, expected: Answers
-) -> None:
-    engine = make_engine({"sampler": failing_part(variant, "sampler", "__call__", BOOM, call=2)}, seats=SEATS)
-    submit(engine)
-    last = dict(engine.step())
-    failed = dict.fromkeys(last, 1)
-    note(last, run(variant, engine))
-    check_the_rest(variant, engine, last, expected, failed, BOOM)
-
-
 @pytest.mark.parametrize("role", ["model_runner", "executor"])
 def test_an_abort_in_the_step_that_fails_stays_an_abort(variant: Variant, make_engine: MakeEngine, role: str) -> None:
     failed: set[str] = set()

@@ -38,6 +38,8 @@ from tests.engine_contract.variants import WITH_M1, Variant, calling, each_of, f
 from tests.m6_multimodal_pd.pd_engines import Group
 from tests.support.engines import EngineMaker, greedy, unfinished
 
+pytestmark = pytest.mark.sample(3)
+
 CHECKOUT = Path(m1_single_request.__file__).parents[1]
 TOTALS = {
     *("num_steps", "num_finished", "num_prompt_tokens", "num_output_tokens"),  # m1
@@ -264,19 +266,6 @@ def test_an_interrupted_arrival_is_given_up_and_its_id_is_free(
     assert engine.stats().num_finished == {"abort": 1}
     engine.add_request(PROMPTS["a"], greedy(NUM_TOKENS["a"]), request_id="late")
     assert run(variant, engine)["late"].token_ids == expected["a"]
-
-
-def test_an_interrupt_while_an_interrupted_arrival_is_given_up_waits_until_it_is(
-    variant: Variant, make_engine: MakeEngine
-) -> None:
-    first, second = Interrupts(), Interrupts()
-    scheduler = second.after(first.after(variant.part("scheduler"), "add_request"), "finish_requests")
-    engine = make_engine({"scheduler": scheduler}, seats=SEATS)
-    first.num = second.num = 1
-    with pytest.raises(KeyboardInterrupt):
-        engine.add_request(PROMPTS["a"], greedy(4))
-    assert run(variant, engine) == {} and second.num == 0
-    assert engine.stats().num_finished == {"abort": 1}
 
 
 @pytest.mark.parametrize("num", [1, 2])

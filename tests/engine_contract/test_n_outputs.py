@@ -57,11 +57,6 @@ def test_each_completion_has_its_own_end(make_engine: MakeEngine) -> None:
     assert not any("w" in completion.text for completion in output.outputs)
 
 
-def test_stop_strings_and_logprobs_are_those_of_single_answers(make_engine: MakeEngine, singles: Singles) -> None:
-    params = drawn(9, n=6, logprobs=2, stop=["e", "a"])
-    check_children(make_engine(seats=8).generate(PROMPT, params), singles(PROMPT, params))
-
-
 def test_prompt_logprobs_are_reported_once(make_engine: MakeEngine, singles: Singles) -> None:
     params = drawn(4, n=3, prompt_logprobs=2, logprobs=1)
     output, expected = make_engine().generate(PROMPT, params), singles(PROMPT, params)
@@ -73,12 +68,6 @@ def test_prompt_logprobs_are_reported_once(make_engine: MakeEngine, singles: Sin
         )
 
 
-def test_greedy_children_say_the_same(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    output = engine.generate(PROMPT, greedy(5, n=3))
-    assert {completion.token_ids for completion in output.outputs} == {engine.generate(PROMPT, greedy(5)).token_ids}
-
-
 def test_without_a_seed_the_children_count_on_from_the_request_s_own(make_engine: MakeEngine, make_m1: Any) -> None:
     params = SamplingParams(max_tokens=5, temperature=1.0, n=2)
     first, second = make_engine(seed=3).generate_batch([PROMPT, PROMPT], params).values()
@@ -86,11 +75,6 @@ def test_without_a_seed_the_children_count_on_from_the_request_s_own(make_engine
     single = SamplingParams(max_tokens=5, temperature=1.0)
     expected = list(make_m1(seed=3).generate_batch([PROMPT, PROMPT], single).values())
     assert [first.token_ids, second.token_ids] == [output.token_ids for output in expected]
-
-
-def test_the_largest_seed_has_children_too(make_engine: MakeEngine) -> None:
-    output = make_engine().generate(PROMPT, drawn(3, n=3, seed=2**63 - 1))
-    assert len({completion.token_ids for completion in output.outputs}) == 3
 
 
 def test_the_output_of_a_request_is_its_first_completion_at_a_glance(make_engine: MakeEngine) -> None:
@@ -309,18 +293,6 @@ def test_ids_of_children_may_not_clash(variant: Variant, make_engine: MakeEngine
     outputs = run(variant, engine)
     assert outputs.keys() == {"p", "p/3"}
     assert [one.finish_reason for one in outputs["p"].outputs] == ["length"] * 3, "a refused request ended nothing"
-
-
-def test_an_id_is_in_use_until_the_last_child_has_ended(variant: Variant, make_engine: MakeEngine) -> None:
-    engine = make_engine(seats=2)
-    engine.add_request(PROMPT, drawn(3, n=5), request_id="p")
-    ended = False
-    while not ended:
-        with pytest.raises(DuplicateRequestError):
-            engine.add_request([5], greedy(1), request_id="p")
-        ended = engine.step()["p"].finished
-    engine.add_request([5], greedy(1), request_id="p")
-    assert len(run(variant, engine)["p"].outputs) == 1
 
 
 def test_an_ended_child_leaves_its_id_to_others(variant: Variant, make_engine: MakeEngine) -> None:

@@ -19,7 +19,7 @@ if importlib.util.find_spec("triton") is None:
     collect_ignore = ["test_interpreter_bf16.py", "test_sm90.py"]  # tests/conftest.py says so in a line
 
 TRITON_KINDS = [
-    pytest.param("interpreter", marks=[pytest.mark.interpreter, pytest.mark.sample(2)]),  # which takes long
+    pytest.param("interpreter", marks=[pytest.mark.interpreter, pytest.mark.sample(1)]),  # which takes long
     pytest.param("gpu", marks=pytest.mark.gpu),
 ]
 KINDS = ["torch", "native", *TRITON_KINDS, pytest.param("torch on a gpu", marks=pytest.mark.gpu)]

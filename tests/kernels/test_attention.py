@@ -91,11 +91,6 @@ def test_padding_rows_become_zeros_and_change_nothing(backend, device, dtype) ->
     assert not attend(backend, paged_batch((4, 2, 64), decodes=[0, 0], dtype=dtype, device=device)).any()
 
 
-def test_an_empty_prefill_is_passed_over(backend, device) -> None:
-    rows = {"prefills": [(0, 3), (0, 0), (5, 0), (2, 4)]}
-    check_attention(backend, paged_batch((2, 1, 64), **rows, dtype=FP32, device=device))
-
-
 def test_a_row_is_the_same_alone_and_in_a_batch(backend, device, dtype) -> None:
     batch = paged_batch((4, 2, 64), decodes=[100, 3, 33], dtype=dtype, device=device)
     together = attend(backend, batch)
@@ -188,8 +183,3 @@ def test_the_number_of_splits_follows_from_the_bucket_and_the_device() -> None:
         assert splits == num_splits(1 << (rows - 1).bit_length(), 8, 132), "a power of two of rows is one bucket"
         assert 1 <= splits <= MOST_SPLITS and splits & (splits - 1) == 0
         assert rows * 8 * splits >= 132 / 2, "half of the GPU is full at least"
-
-
-def test_nothing_is_done_for_no_rows(backend, device) -> None:
-    batch = paged_batch((4, 2, 64), dtype=FP32, device=device)
-    assert attend(backend, batch).shape == (0, 4, 64)

@@ -390,6 +390,11 @@ def test_a_banned_token_has_the_logprob_of_minus_infinity() -> None:
     assert columns.logprobs == (-math.inf, 0.0, -math.inf) and columns.ranks == (2, 1, 2)
 
 
+def test_a_tie_worsens_the_rank() -> None:
+    (columns,) = gather_logprobs(torch.tensor([[1.0, 1.0, 0.0, 2.0]]), torch.tensor([0]), 0)
+    assert columns.ranks == (3,)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_best_tokens_are_those_of_argmax_in_every_precision(dtype: torch.dtype) -> None:
     logits = some_logits(5).to(dtype)

@@ -4,7 +4,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.request import BaseFinishReason, FinishLength, FinishMatchedStr, FinishMatchedToken, Sequence
@@ -160,6 +160,8 @@ def brute_force(
 
 @settings(max_examples=examples(1500))
 @given(ids=token_ids, wanted=stop_settings, prompt_len=st.integers(1, 5), cut=st.integers(0, 12))
+@example(ids=[22], wanted={"stop": ["ca", "bca"]}, prompt_len=1, cut=0)  # of two that end together the longer wins
+@example(ids=[0] * 9, wanted={"stop": []}, prompt_len=5, cut=3)  # the model's length counts the prompt
 def test_any_run_of_tokens_ends_where_the_oracle_says_however_it_is_cut(
     ids: list[int], wanted: dict[str, Any], prompt_len: int, cut: int
 ) -> None:
@@ -176,6 +178,7 @@ def test_any_run_of_tokens_ends_where_the_oracle_says_however_it_is_cut(
 
 @settings(max_examples=examples(300))
 @given(text=st.text("abcé", max_size=12), stops=stop_strings)
+@example(text="aaaa", stops=["aaab"])
 def test_held_back_is_the_longest_end_that_is_the_beginning_of_a_longer_stop_string(
     text: str, stops: list[str]
 ) -> None:

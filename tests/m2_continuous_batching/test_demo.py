@@ -87,16 +87,6 @@ def test_the_limits_are_those_of_the_flags(
     assert max(len(batch["rids"]) for batch in batches) == 2 and {batch["budget"] for batch in batches} == {60}
 
 
-def test_the_tour_fits_many_requests_and_a_short_context(
-    without_comparison: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert demo.main([*SMALL, "--max-num-seqs", "150", "--execution", "per_request"]) == 0
-    assert "with at most 150 new tokens" in words(capsys.readouterr().out), "never less than every request needs"
-    assert demo.main([*SMALL, "--max-model-len", "64"]) == 0
-    assert "One request after the other takes" in words(capsys.readouterr().out), "a shorter context holds fewer facts"
-
-
 @pytest.mark.exhaustive
 def test_ctrl_c_leaves_a_clean_terminal() -> None:
     ours, theirs = pty.openpty()
@@ -129,6 +119,7 @@ def test_ctrl_c_leaves_a_clean_terminal() -> None:
 # --- a prompt, a chat, wrong values -----------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_the_budget_of_a_conversation_fits_its_prompts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,13 +9,6 @@ from m2_continuous_batching import InvalidParamsError, LLMEngine
 from tests.m2_continuous_batching.engines import MAX_MODEL_LEN, MakeEngine, greedy, limits, run
 from tests.support.engines import ids
 
-
-def test_a_batch_takes_as_many_steps_as_its_longest_answer(make_engine: MakeEngine, execution: str) -> None:
-    engine = make_engine(**limits(8, execution=execution))
-    engine.generate_batch([ids(n) for n in range(1, 9)], [greedy(n) for n in range(1, 9)])
-    assert engine.stats().num_steps == 8
-
-
 # --- requests that can never run --------------------------------------------------------------------------------------
 
 

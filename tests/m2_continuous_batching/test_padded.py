@@ -193,15 +193,6 @@ def test_what_a_request_left_behind_cannot_spoil_the_next_owner(pair: SideBySide
         pair.step({}, {"b": token, "c": token})
 
 
-def test_freeing_a_stranger_does_nothing(pair: SideBySide) -> None:
-    pair.step({"a": (0, tokens_of(3))})
-    pair.runner.free_request_cache("stranger")
-    assert list(pair.runner.execution.lengths()) == ["a"]
-    pair.runner.clear_kv_caches()
-    assert list(pair.runner.execution.lengths()) == [] and pair.runner.num_kv_tokens() == 0
-    assert not pair.kv(0).any()
-
-
 def test_a_forward_that_breaks_between_two_layers_leaves_nothing_in_the_slots(make_engine: MakeEngine) -> None:
     """Some of the step's keys are in the slots already."""
     engine = make_engine(**limits(3))

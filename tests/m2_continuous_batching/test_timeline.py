@@ -104,17 +104,6 @@ def test_every_letter_is_explained() -> None:
     assert "| done" in legend
 
 
-def test_an_aborted_request_ends_where_it_is() -> None:
-    timeline = fed(
-        Timeline(),
-        (added("a"), added("b"), batch("a")),
-        (batch("", "a"),),
-        (ended("a"), ended("b")),
-        (added("c"), batch("c"), ended("c")),
-    )
-    assert drawn(timeline) == ["step  1", "a     P-|", "b     ..|", "c        P|", ""]
-
-
 def test_steps_that_interleave_have_the_lanes_of_steps_that_do_not() -> None:
     """The next step begins before the one before ends: with a request that has ended by then, for example."""
     timeline = Timeline()
@@ -127,17 +116,6 @@ def test_steps_that_interleave_have_the_lanes_of_steps_that_do_not() -> None:
     for step, event in stream:
         timeline.read(TraceRecord(step, 0.0, event))
     assert drawn(timeline) == ["step  1", "a     P--|", "b     P-|", "c      Px-|", "d       P-|", ""]
-
-
-def test_a_reader_that_comes_late_shows_what_it_has_read() -> None:
-    timeline = fed(
-        Timeline(), (batch("", "a"),), (added("b"), batch("b", "a"), ended("a"), ended("never heard of")), first_step=9
-    )
-    assert drawn(timeline) == ["step  9", "a     --|", "b      P", ""]
-
-
-def test_nothing_heard_is_nothing_drawn() -> None:
-    assert drawn(Timeline()) == []
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,3 @@ def test_a_sibling_whose_siblings_have_ended_computes_the_prompt_itself() -> Non
     bed.add(6, max_tokens=2, n=2)
     bed.drain()
     assert admitted(bed) == [("r0/0", "prefill", 0, 6, 2), ("r0/1", "prefill", 0, 6, 2)]
-
-
-def test_a_late_sibling_starts_on_the_blocks_of_one_that_decodes() -> None:
-    bed = make_paged_bed(block_size=4, max_num_seqs=2, trace=True)
-    bed.add(3, max_tokens=2), bed.add(6, max_tokens=5, n=2)
-    for _ in range(3):
-        bed.step()
-    assert admitted(bed)[2:] == [("r1/1", "fork", 5, 1, 1)]
-    assert bed.events("admit")[-1].source == "r1/0"
-    assert "r1/1 joins on the blocks of r1/0" in bed.events("admit")[-1].explain()
-    bed.drain()

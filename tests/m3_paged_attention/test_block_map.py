@@ -7,7 +7,6 @@ import pytest
 from m1_single_request.events import Event
 from m1_single_request.output_events import Finish
 from m2_continuous_batching.events import Batch
-from m2_continuous_batching.views.timeline import Timeline
 from m3_paged_attention import SamplingParams, TraceConfig, TraceRecord
 from m3_paged_attention.demo_tour import facts, highlights
 from m3_paged_attention.events import KVSized
@@ -19,7 +18,7 @@ from m3_paged_attention.kv_events import (
     BlocksSwapped,
 )
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, Preempted
-from m3_paged_attention.views.block_map import KEY, Block, BlockMap, Frame, draw
+from m3_paged_attention.views.block_map import KEY, BlockMap, Frame, draw
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting, unfinished
 from tests.support.views import added, done, ended, fed, text_of
 
@@ -91,21 +90,7 @@ def heard(*steps: Iterable[Event], head: Iterable[Event] = (sized(),)) -> BlockM
 START = (added("a"), added("b"), admit("a"), got("a", 1, 2), admit("b"), got("b", 3, 4), batch(a=6, b=6))
 
 
-def cells(frame: Frame) -> dict[int, tuple[tuple[str, ...], int]]:
-    """The blocks that somebody holds: by whom, and how full they are."""
-    return {block.block_id: (block.holders, block.num_tokens) for block in frame.blocks if block.holders}
-
-
 # --- from events to frames --------------------------------------------------------------------------------------------
-
-
-def test_a_block_belongs_to_whoever_got_it_and_holds_what_has_gone_through_the_model() -> None:
-    first, second = heard(START, (got("a", 5), batch(a=9, b=7))).frames
-    assert (first.step, first.num_blocks, first.block_size, first.num_used) == (1, 8, 4, 4)
-    assert first.tables == {"a": (1, 2), "b": (3, 4)}
-    assert cells(first) == {1: (("a",), 4), 2: (("a",), 2), 3: (("b",), 4), 4: (("b",), 2)}
-    assert cells(second) == {1: (("a",), 4), 2: (("a",), 4), 3: (("b",), 4), 4: (("b",), 3), 5: (("a",), 1)}
-    assert first.blocks[7] == Block(8, (), 0)
 
 
 def test_steps_that_interleave_have_their_own_decisions() -> None:
@@ -123,29 +108,6 @@ def test_steps_that_interleave_have_their_own_decisions() -> None:
         (2, [got("a", 2), freed("a", 2)]),
         (3, [refused("b"), refused("c")]),
     ]
-
-
-def test_the_holders_of_a_block_stand_in_the_order_of_arrival() -> None:
-    block_map = heard((added("z"), added("a"), got("a", 1), forked("z", "a", 1)))
-    assert block_map.frames[0].blocks[0].holders == ("z", "a")
-
-
-def test_a_request_that_ends_leaves_its_blocks() -> None:
-    (frame,) = heard((*START, freed("a", 1, 2), ended("a"))).frames
-    assert frame.tables == {"b": (3, 4)} and frame.waiting == {}
-    assert frame.requests == ("a", "b"), "it keeps its place"
-
-
-def test_a_swapped_request_holds_blocks_on_the_host_and_comes_back_with_its_tokens() -> None:
-    out, back, gone = heard(
-        (*START, swapped("b", "out", (3, 4), (0, 1)), preempted("b", "swap")),
-        (swapped("b", "in", (7, 8), (0, 1)), admit("b", "swap_in"), batch(a=7)),
-        (swapped("b", "out", (7, 8), (2, 3)), preempted("b", "swap"), freed("b", 2, 3, on_host=True), ended("b")),
-    ).frames
-    assert (out.tables, out.host_tables) == ({"a": (1, 2)}, {"b": (0, 1)})
-    assert (back.tables, back.host_tables) == ({"a": (1, 2), "b": (7, 8)}, {})
-    assert cells(back)[8] == (("b",), 2), "its tokens came with it"
-    assert (gone.tables, gone.host_tables, gone.waiting) == ({"a": (1, 2)}, {}, {})
 
 
 def test_a_frame_keeps_the_decisions_of_its_step_the_most_remarkable_first() -> None:
@@ -290,12 +252,3 @@ def test_the_map_agrees_with_the_engine_after_every_step(make_engine: MakeEngine
     for kind in (BlocksForked, BlockCopied, Preempted, Admit):
         assert any(frame.of(kind) for frame in block_map.frames), kind
     assert any(frame.of(BlocksSwapped) for frame in block_map.frames) == (mode == "swap")
-
-
-def test_a_timeline_has_a_lane_for_each_of_several_answers(make_engine: MakeEngine) -> None:
-    timeline = Timeline()
-    engine = make_engine(**setting(6, blocks=14), trace_config=TraceConfig(readers=(timeline,)))
-    engine.generate(ids(10), greedy(5, n=3))
-    lanes = {rid: "".join(state[0] for state in lane.states) for rid, lane in timeline.lanes.items()}
-    assert lanes == {"req-0/0": "pdddd", "req-0/1": "qddddd", "req-0/2": "qddddd"}
-    assert all(lane.finished for lane in timeline.lanes.values())

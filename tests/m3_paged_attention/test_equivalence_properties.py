@@ -154,14 +154,3 @@ def test_prompt_logprobs_of_a_long_prompt_come_in_pieces(make_engine: MakeEngine
         row_sampler.ROWS_AT_A_TIME = at_a_time
     assert seen == [1, 100, 100, 51, 1]
     assert_same_logprobs(output.prompt_logprobs, make_m1().generate(prompt, params).prompt_logprobs, exact_ranks=False)
-
-
-def test_prompt_logprobs_beside_prompts_without_them(make_engine: MakeEngine, make_m1: Any) -> None:
-    prompts = [prompt_of(length) for length in (7, 5, 9, 6)]
-    params = [SamplingParams(max_tokens=2, prompt_logprobs=num_best) for num_best in (None, 2, None, 2)]
-    outputs = list(make_engine(**setting(4, block_size=4)).generate_batch(prompts, params).values())
-    for output, expected in zip(outputs, make_m1().generate_batch(prompts, params).values(), strict=True):
-        if expected.prompt_logprobs is None:
-            assert output.prompt_logprobs is None
-        else:
-            assert_same_logprobs(output.prompt_logprobs, expected.prompt_logprobs, exact_ranks=False)

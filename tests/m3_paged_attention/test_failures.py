@@ -12,7 +12,6 @@ import torch
 from m1_single_request.errors import PartError
 from m1_single_request.request import Request
 from m3_paged_attention import EngineDeadError, ForwardError
-from m3_paged_attention.errors import OutOfBlocksError
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.output_processor import OutputProcessor
 from tests.engine_contract.crowd import PROMPTS, submit
@@ -66,9 +65,6 @@ def test_a_move_of_blocks_that_breaks_fails_its_step_and_no_more(
             ends[completion.finish_reason] += 1
             check_begun(completion, alone.generate([5 + n, 7, 8, 9], greedy(8, temperature=1.0, seed=4 + index)))
     assert ends["length"] > 0 and ends.keys() <= {"length", "error"}
-
-
-# --- what fails one request -------------------------------------------------------------------------------------------
 
 
 # --- one child of several ---------------------------------------------------------------------------------------------
@@ -132,26 +128,6 @@ def test_a_lost_device_fails_a_family_that_runs_and_one_that_waits(make_engine: 
 
 
 # --- a part that breaks the rules -------------------------------------------------------------------------------------
-
-
-def test_a_kv_manager_that_runs_dry_is_a_bug_that_the_engine_survives(make_engine: MakeEngine) -> None:
-    """The requests end with an error that names the part, and the engine goes on with empty memory."""
-    engine = make_engine(**setting(2, blocks=4))
-    engine.add_request([5, 6, 7], greedy(3), request_id="a")
-    pool = engine.engine_core.scheduler.kv_manager.pool
-    allocate, left = pool.allocate, [1]
-
-    def dry(count: int) -> list[int]:
-        if left:
-            left.pop()
-            raise OutOfBlocksError("none left")
-        return allocate(count)
-
-    pool.allocate = dry
-    error = engine.step()["a"].error
-    assert isinstance(error, PartError) and isinstance(error.__cause__, OutOfBlocksError)
-    assert "the part 'kv_manager' (KVCacheManager)" in str(error) and "none left" in str(error)
-    assert engine.generate([5, 6, 7], greedy(3)).finish_reason == "length"
 
 
 @pytest.mark.parametrize(("seats", "blocks", "num_valid"), [(2, 8, 0), (3, 9, 1)])

@@ -90,13 +90,6 @@ def sizing_of(**settings: Any) -> KVSized:
 # --- one block --------------------------------------------------------------------------------------------------------
 
 
-def test_the_bytes_of_a_block() -> None:
-    """2 (K and V) x 16 tokens x 32 heads x 128 x 2 bytes, times 32 layers: 512 KiB per token."""
-    assert LLAMA_7B.page_size_bytes == 256 * 1024
-    assert LLAMA_7B.bytes_per_token == 512 * 1024
-    assert LLAMA_7B.block_bytes == 8 * MIB
-
-
 def test_16384_tokens_of_a_7b_model_take_exactly_8_gib() -> None:
     assert LLAMA_7B.blocks_for(16384) * LLAMA_7B.block_bytes == 8 * GIB
     assert [LLAMA_7B.blocks_for(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2], "the last block counts whole"
@@ -197,12 +190,6 @@ def test_all_blocks_that_fit_are_made_where_more_than_the_requests_can_use_them(
     assert "never fill" not in sizing_of(max_num_seqs=None, max_model_len=32).explain()
 
 
-def test_a_number_of_blocks_is_taken_as_it_is() -> None:
-    """Even if the longest request does not fit, or the requests cannot fill them."""
-    assert sized(num_blocks=1).num_blocks == 1
-    assert sized(num_blocks=1000, max_num_seqs=1, max_model_len=16).num_blocks == 1000
-
-
 def test_on_cuda_the_budget_is_a_share_of_the_device_less_all_else() -> None:
     config = sized(LLAMA_7B, device=CUDA, profile=H100, gpu_memory_utilization=0.5, max_num_seqs=10**6)
     assert config.num_blocks == 24 * 128 - 1
@@ -226,16 +213,6 @@ def test_host_blocks_are_as_many_as_the_device_s_or_what_the_swap_space_holds() 
 
 
 # --- what cannot work -------------------------------------------------------------------------------------------------
-
-
-def test_too_small_a_budget_names_the_longest_request_that_would_fit() -> None:
-    with pytest.raises(ConfigError) as caught:
-        sized(kv_cache_memory_bytes=11 * SMALL.block_bytes, max_model_len=161)
-    said = str(caught.value)
-    assert "max_model_len=161 needs 11 blocks of 16 tokens" in said
-    assert "kv_cache_memory_bytes leaves 704.0 KiB" in said and "room for 10" in said
-    assert "max_model_len of at most 160" in said
-    assert f"kv_cache_memory_bytes of at least {12 * SMALL.block_bytes:,}" in said
 
 
 def test_a_budget_without_room_for_anything_names_no_length() -> None:
@@ -346,28 +323,3 @@ def test_an_engine_refuses_more_memory_than_this_machine_has(
 def test_a_size_without_effect_is_refused_before_anything_is_loaded(cache: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLMEngine(model_config=ModelConfig(model="/nowhere", device="cpu"), cache_config=CacheConfig(**cache))
-
-
-# --- the trace --------------------------------------------------------------------------------------------------------
-
-
-def test_the_trace_holds_all_numbers() -> None:
-    event = sizing_of(spec=LLAMA_7B, device=CUDA, profile=H100, mode="swap", gpu_memory_utilization=0.5)
-    assert event.headline and event.kind == "kv_sized"
-    assert event.data() == {
-        "source": "gpu_memory_utilization",
-        "budget_bytes": 24 * GIB,
-        "total_bytes": 80 * GIB,
-        "gpu_memory_utilization": 0.5,
-        "peak_bytes": 16 * GIB,
-        "block_size": 16,
-        "block_bytes": 8 * MIB,
-        "bytes_per_token": 512 * 1024,
-        "fitting_blocks": 3072,
-        "num_blocks": 3071,
-        "num_host_blocks": 3071,
-        "num_bytes": 24 * GIB,
-        "num_host_bytes": 24 * GIB - 8 * MIB,
-        "max_model_len": 2048,
-        "max_num_seqs": 256,
-    }

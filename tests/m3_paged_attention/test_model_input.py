@@ -1,13 +1,10 @@
 """One step as tensors: every token in one flat row, its position, its slot, and what attention must know."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, strategies as st
 
 from m1_single_request import SamplingParams
-from m3_paged_attention.attention.host_to_device import to_device
-from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.input_batch import BatchRow, CachedRequestState
 from m3_paged_attention.model_input import make_model_input
 from m3_paged_attention.scheduler_output import NewRequestData
@@ -33,18 +30,6 @@ def test_the_kinds_of_numbers() -> None:
         assert tensor.dtype == torch.int64
     for tensor in (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
-
-
-def test_metadata_are_built_from_lengths_tables_and_slots() -> None:
-    tables, slots = TABLES[:, :2], np.arange(9)
-    metadata = AttentionMetadata.build([3, 5, 1], [0, 4, 6], tables, slots)
-    assert metadata.query_start_loc.tolist() == [0, 3, 8, 9]
-    assert metadata.block_tables.tolist() == tables.tolist() and metadata.slot_mapping.tolist() == [*range(9)]
-    assert (metadata.query_lens_host, metadata.seq_lens_host) == ((3, 5, 1), (3, 9, 7))
-    assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decodes) == (2, 8, 1)
-    assert to_device(metadata, CPU) is metadata, "on a CPU nothing moves"
-    with pytest.raises(ValueError, match="argument 2"):
-        AttentionMetadata.build([3, 5], [0], tables, slots)
 
 
 def test_a_step_is_not_changed_by_what_the_runner_learns_later() -> None:

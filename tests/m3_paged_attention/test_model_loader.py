@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from m1_single_request import DEFAULT_MODEL, ConfigError, ModelConfig as M1ModelConfig, ModelLoadError
+from m1_single_request import ConfigError, ModelConfig as M1ModelConfig, ModelLoadError
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, LoadedModel, load_model as m1_load_model
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.model_loader import load_model
@@ -43,10 +43,6 @@ def test_what_is_said_of_a_model_is_what_m1_says(architecture: str, dtype: str, 
     assert set(EVERY_61ST) < ours.eos_token_ids
     assert ours.architecture == type(theirs.model).__name__ in SUPPORTED_ARCHITECTURES
     assert ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()
-
-
-def test_the_embedded_checkpoint_is_the_default() -> None:
-    assert load(None).name == str(DEFAULT_MODEL)
 
 
 def test_the_model_is_in_the_precision_that_was_asked_for(saved: Path) -> None:

@@ -86,17 +86,6 @@ def test_any_mixture_of_prompts_and_decodes_gives_the_same_numbers(
         check(pair, new)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_any_number_of_threads_gives_the_same_numbers(embedded: LoadedModel, threads: int) -> None:
-    torch.set_num_threads(threads)
-    try:
-        pair = at_once_and_one_by_one(embedded)
-        for new in ({"a": 40, "b": 90}, {"a": 1, "b": 1}):
-            check(pair, new)
-    finally:
-        torch.set_num_threads(1)
-
-
 def test_a_decode_step_of_the_embedded_checkpoint_is_2_calls_and_layer_by_layer_46(
     embedded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """Parts of one's own in m3's roles: what fits is used by this engine alone, what does not fit is a readable error."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +8,9 @@ import m1_single_request
 import m2_continuous_batching
 from m3_paged_attention import PARTS, ConfigError, LLMEngine
 from m3_paged_attention.kv_cache_manager import KVCacheManager
-from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.scheduler import Scheduler
 from m3_paged_attention.step_plan import StepPlan
-from tests.m3_paged_attention.engines import MakeEngine, Recorder, check_drained, greedy, setting
+from tests.m3_paged_attention.engines import MakeEngine, setting
 from tests.support.traces import order_of_admission
 
 PROMPTS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
@@ -47,24 +45,6 @@ def test_a_part_of_another_milestone_is_refused_before_anything_is_loaded(parts:
 # --- what fits --------------------------------------------------------------------------------------------------------
 
 
-class LastBlockFirst(KVCacheManager):
-    """Hands out the blocks from the other end."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.pool._free.reverse()
-
-
-def test_a_kv_manager_of_ones_own_hands_out_the_blocks(make_engine: MakeEngine) -> None:
-    usual = make_engine(**setting(3, blocks=9)).generate_batch(PROMPTS, greedy(6))
-    engine = make_engine({"kv_manager": LastBlockFirst}, **setting(3, blocks=9))
-    recorder = Recorder(engine.tracer)
-    outputs = engine.generate_batch(PROMPTS, greedy(6))
-    assert recorder.events("blocks_allocated")[0].block_ids == (9,)
-    assert [o.token_ids for o in outputs.values()] == [o.token_ids for o in usual.values()]
-    check_drained(engine)
-
-
 class NewestFirst(Scheduler):
     """Last come, first served."""
 
@@ -79,18 +59,6 @@ def test_a_scheduler_of_ones_own_decides_the_order(make_engine: MakeEngine) -> N
     assert order_of_admission(own, PROMPTS) == [3, 2, 1, 0]
     assert order_of_admission(usual, PROMPTS) == [0, 1, 2, 3], "other engines are not affected"
     assert PARTS["scheduler"] is Scheduler
-
-
-def test_an_output_processor_of_ones_own_may_merge_otherwise(make_engine: MakeEngine) -> None:
-    class LongestFirst(OutputProcessor):
-        def make_output(self, request: Any) -> Any:
-            output = super().make_output(request)
-            return replace(output, outputs=tuple(sorted(output.outputs, key=lambda each: -len(each.text))))
-
-    engine = make_engine({"output_processor": LongestFirst})
-    output = engine.generate([5, 6, 7], greedy(5, n=4, temperature=1.0, seed=1))
-    lengths = [len(completion.text) for completion in output.outputs]
-    assert lengths == sorted(lengths, reverse=True) and len(lengths) == 4
 
 
 def test_parts_of_before_still_fit_where_m3_changed_nothing() -> None:

@@ -11,7 +11,7 @@ from m3_paged_attention.preemption import FewestOutputsFirst
 from m3_paged_attention.request import Request
 from tests.testbed.bed import Step
 from tests.testbed.fakes import make_request
-from tests.testbed.paged import PagedBed, Squeezed, make_paged_bed
+from tests.testbed.paged import PagedBed, make_paged_bed
 
 BOTH_MODES = pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
 
@@ -65,18 +65,6 @@ def test_the_victim_loses_the_fewest_tokens(lens: Sequence[tuple[int, int]], vic
 # --- what becomes of it -----------------------------------------------------------------------------------------------
 
 
-def test_a_swapped_request_comes_back_with_its_kv() -> None:
-    bed = crowd(swap=True)
-    out = step_until_preempted(bed).output.blocks_to_swap_out
-    while bed.preempted():
-        step = bed.step()
-    (resumed,) = step.output.scheduled_resumed_reqs
-    assert (resumed.req_id, resumed.num_computed_tokens) == ("r1", 8) and step.counts["r1"] == 1
-    assert [host for host, _ in step.output.blocks_to_swap_in] == [host for _, host in out]
-    bed.drain()
-    assert bed.runner.num_written == 2 * (4 + 8 - 1), "nothing is computed twice"
-
-
 @BOTH_MODES
 def test_the_trace_names_the_victim_and_the_reason(swap: bool) -> None:
     bed = crowd(swap=swap)
@@ -90,36 +78,6 @@ def test_the_trace_names_the_victim_and_the_reason(swap: bool) -> None:
     assert bed.scheduler.num_preemptions == 1
     came_back = [event for event in bed.events("admit") if event.num_output_tokens]
     assert [(event.rid, event.how) for event in came_back] == [("r1", "swap_in" if swap else "prefill")]
-
-
-def test_a_request_is_recomputed_beside_one_that_fails_in_the_same_step() -> None:
-    """One comes back, one fails: as many results as there are requests that merely go on."""
-    bed = make_paged_bed(block_size=4, max_num_seqs=4, kv_manager_class=Squeezed)
-    bed.add(4, max_tokens=9), bed.add(4, max_tokens=9), bed.add(4, max_tokens=9)
-    bed.step()
-    bed.step()
-    bed.scheduler.kv_manager.due = 1  # type: ignore[attr-defined]
-    bed.step()
-    step = bed.step(failing=["r0"])
-    assert step.counts == {"r2": 6, "r1": 1, "r0": 1} and step.ended == {"r0": "error"}
-    assert set(bed.drain().values()) == {"error", "length"}
-
-
-# --- the order of return ----------------------------------------------------------------------------------------------
-
-
-def test_two_requests_beyond_the_budget_come_back_in_two_steps_between_decodes() -> None:
-    bed = make_paged_bed(block_size=4, max_num_seqs=3, max_num_batched_tokens=4, kv_manager_class=Squeezed)
-    for _ in range(3):
-        bed.add(1, max_tokens=12)
-    for _ in range(6):
-        bed.step()
-    bed.scheduler.kv_manager.due = 2  # type: ignore[attr-defined]
-    bed.step()
-    assert bed.preempted() == ["r1", "r2"]
-    counts = [bed.step().counts for _ in range(4)]
-    assert counts == [{"r1": 7}, {"r0": 1, "r1": 1}, {"r2": 7}, {"r0": 1, "r1": 1, "r2": 1}]
-    bed.drain()
 
 
 # --- requests that cannot run -----------------------------------------------------------------------------------------
@@ -151,20 +109,3 @@ def test_the_last_request_waits_for_one_that_is_about_to_end_before_it_fails(swa
     [event] = bed.events("left_out")
     assert (event.rids, event.limit, event.available) == ((stays,), "blocks", 0)
     assert bed.drain() == {leaves: "abort", stays: "length"}
-
-
-# --- steps that fail --------------------------------------------------------------------------------------------------
-
-
-def test_a_step_that_failed_with_blocks_on_their_way() -> None:
-    """Whether they were moved is unknown. Requests in the step fail; those that it swapped out start over."""
-    bed = make_paged_bed(num_blocks=5, block_size=4, swap=True)
-    bed.add(4, max_tokens=8), bed.add(4, max_tokens=8)
-    for _ in range(5):
-        bed.step()
-    step = bed.step(crash=True)
-    assert step.output.blocks_to_swap_out and step.ended == {"r0": "error"}
-    assert not bed.scheduler.kv_manager.swapped() and bed.preempted() == ["r1"]
-    step = bed.step()
-    assert step.output.scheduled_resumed_reqs[0].num_computed_tokens == 0
-    assert bed.drain() == {"r0": "error", "r1": "length"}

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.tracer import Tracer
 from m3_paged_attention import CacheConfig, LLMEngine, ModelConfig, SamplingParams
 from m3_paged_attention.attention import native_library
@@ -14,7 +13,6 @@ from m3_paged_attention.events import ThreadsChanged
 from m3_paged_attention.model_runner import ModelRunner
 from m3_paged_attention.step_threads import CPUTimes, StepThreads, read_cpu_times, step_threads
 from m3_paged_attention.worker import GPUWorker
-from m5_chunked_prefill_spec.speculative.rejection_sampler import distribution
 from m6_multimodal_pd.model_runner import all_threads
 from tests.support.engines import Recorder
 
@@ -105,13 +103,6 @@ def test_the_account_is_read_a_few_times_per_second_however_short_the_steps_are(
         machine.run(0.001, own=1.0, others=1.0)
         threads.choose(2)
     assert machine.num_looks <= 6
-
-
-def test_a_system_without_an_account_changes_nothing() -> None:
-    machine = Machine(has_account=False)
-    threads = machine.threads()
-    machine.run(1.0, own=1.0, others=1.0)
-    assert threads.choose(2) == 2
 
 
 def test_a_system_that_tells_neither_its_cores_nor_their_use_leaves_each_step_all_threads(
@@ -251,17 +242,3 @@ def test_an_engine_whose_number_changes_from_step_to_step_answers_the_same() -> 
     with engine_with(threads, model_runner=Noting) as engine:
         assert answers(engine) == alone
     assert counts == [2, 1] * 6 and torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize("vocab_size", [1000, 151_936])
-def test_what_a_row_draws_from_is_bitwise_that_of_one_thread(vocab_size: int) -> None:
-    """A sum over one row of many numbers is cut into as many parts as torch has threads."""
-    row = SamplingRow(SamplingParams(temperature=1.0), 0, [1], [])
-    metadata = SamplingMetadata.from_rows([row], vocab_size=vocab_size, device=torch.device("cpu"))
-    for seed in range(8):
-        logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(seed)) * 5
-        torch.set_num_threads(1)
-        alone = distribution(logits, metadata)
-        for number in (2, 3):
-            torch.set_num_threads(number)
-            assert torch.equal(distribution(logits, metadata), alone)

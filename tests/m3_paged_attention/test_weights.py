@@ -93,11 +93,6 @@ def test_files_beside_the_model_are_not_read(directory: Path) -> None:
     assert same(load(directory), whole)
 
 
-def test_one_file_goes_before_an_index(directory: Path) -> None:
-    write_index(directory, {"weight_map": {"x": "absent.safetensors"}})
-    load(directory)
-
-
 def test_only_files_that_are_read_are_fetched_from_a_hub() -> None:
     beside = ["consolidated.safetensors", "pytorch_model.bin", "original/model.pth", "model.gguf"]
     read = ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors"]
@@ -228,13 +223,6 @@ def test_an_index_that_names_an_absent_file_is_refused(directory: Path) -> None:
     split_up(directory)
     (directory / "model-00002-of-00003.safetensors").unlink()
     assert "names 'model-00002-of-00003.safetensors', which is missing" in refusal(directory)
-
-
-def test_an_index_that_leaves_a_file_out_lacks_its_tensors(directory: Path) -> None:
-    weight_map = split_up(directory)
-    kept = {name: file for name, file in weight_map.items() if "00003" not in file}
-    write_index(directory, {"weight_map": kept})
-    assert "the weights lack " in refusal(directory)
 
 
 @pytest.mark.parametrize("shard", ["../beside.safetensors", "/etc/passwd", "weights.bin", ""], ids=repr)

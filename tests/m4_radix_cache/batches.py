@@ -43,19 +43,3 @@ def extend(pools: Pools, reqs: Sequence[Req], batch_class: Any = ScheduleBatch) 
     )
     batch.prepare_for_extend(info)
     return batch
-
-
-def check_columns(batch: ScheduleBatch, *rids: str) -> None:
-    """Every per-request array has a row for each request, and the rows are theirs."""
-    assert [req.rid for req in batch.reqs] == batch.rids == list(rids)
-    assert batch.req_pool_indices.tolist() == [req.req_pool_idx for req in batch.reqs]
-    assert batch.seq_lens.tolist() == [req.kv_allocated_len for req in batch.reqs]
-    assert batch.output_ids.tolist() == [req.output_ids[-1] if req.output_ids else 0 for req in batch.reqs]
-    info = batch.sampling_info
-    assert info is not None and len(info) == len(rids)
-    assert info.params == [req.sampling_params for req in batch.reqs]
-    assert info.seeds == [req.seed for req in batch.reqs]
-    for column in (info.positions, info.numbers, info.plain, info.blocked_until):
-        assert len(column) == len(rids)
-    for tensor in (info.bias, info.seen, info.output_counts):
-        assert tensor is None or len(tensor) == len(rids)

@@ -97,16 +97,6 @@ def test_whole_batches_get_what_a_slow_allocator_gives_token_by_token(
 # --- taking back ------------------------------------------------------------------------------------------------------
 
 
-def test_one_slot_frees_its_whole_page_and_many_slots_free_it_once() -> None:
-    allocator = checked(4, 4)
-    allocator.alloc(16)
-    allocator.free(ints(9))
-    assert allocator.available_size() == 4
-    allocator.free(ints(12, 4, 13, 5))
-    assert allocator.available_size() == 12 and allocator.owned_pages().tolist() == [4]
-    assert allocator.alloc(12).tolist()[::4] == [8, 4, 12]
-
-
 WRONG = {
     "twice": (ints(4), "page 1 is not in use: it was freed already"),
     "of a page never handed out": (ints(17), "page 4 is not in use"),
@@ -128,16 +118,6 @@ def test_a_wrong_free_raises_and_changes_nothing(name: str) -> None:
     with pytest.raises(PoolError, match=message):
         allocator.free(slots)
     assert allocator.available_size() == 12 and allocator.owned_pages().tolist() == [2, 3]
-
-
-def test_single_slots_are_checked_as_pages_are() -> None:
-    allocator = checked(4, 1)
-    allocator.alloc(3)
-    allocator.free(ints(2))
-    for slots in (ints(2), ints(4), ints(0), ints(5), ints(1, 1)):
-        with pytest.raises(PoolError):
-            allocator.free(slots)
-    assert allocator.owned_pages().tolist() == [1, 3]
 
 
 def test_more_free_pages_than_there_are_are_noticed_unchecked() -> None:

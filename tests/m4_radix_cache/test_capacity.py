@@ -2,7 +2,7 @@
 
 import pytest
 
-from m4_radix_cache import KVCapacityError, PromptTooLongError
+from m4_radix_cache import KVCapacityError
 from tests.m4_radix_cache.engines import MakeEngine, check_drained, greedy, ids, setting
 
 
@@ -11,13 +11,6 @@ def test_a_prompt_over_the_whole_pool_is_refused_with_all_numbers(make_engine: M
     with pytest.raises(KVCapacityError, match=r"'big' has 11 prompt tokens.* room for 12, .* must leave 2 of them"):
         engine.add_request(ids(11), greedy(2), request_id="big")
     assert engine.generate(ids(10), greedy(1)).finish_reason == "length"
-
-
-def test_a_prompt_over_the_token_budget_is_refused_even_if_it_is_cached(make_engine: MakeEngine) -> None:
-    engine = make_engine(**setting(2, 8))
-    engine.generate(ids(6), greedy(6))
-    with pytest.raises(PromptTooLongError, match=r"9 prompt tokens.*max_num_batched_tokens"):
-        engine.add_request(ids(9), greedy(2))
 
 
 def test_as_many_may_run_as_anybody_likes(make_engine: MakeEngine) -> None:

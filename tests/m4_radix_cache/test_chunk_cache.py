@@ -4,23 +4,11 @@ import pytest
 
 from m4_radix_cache.mem_cache.chunk_cache import ChunkCache
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
-from tests.m4_radix_cache.caches import admit, allocator_of, audit, find, make_cache
+from tests.m4_radix_cache.caches import admit, allocator_of, make_cache
 
 
 def test_it_says_that_it_shares_nothing() -> None:
     assert ChunkCache.disable and not RadixCache.disable
-
-
-def test_nothing_is_ever_found() -> None:
-    cache = make_cache("chunk")
-    req = admit(cache, "a", [1, 2, 3])
-    cache.cache_unfinished_req(req)
-    for tokens in ([1, 2, 3], []):
-        match = find(cache, tokens)
-        assert len(match.device_indices) == 0 and match.last_device_node is None
-    assert cache.evictable_size() == cache.protected_size() == cache.evict(9) == 0
-    cache.reset()
-    audit(cache, [req])
 
 
 def test_it_takes_no_slots() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from m4_radix_cache import CacheConfig, ConfigError, LLMEngine, ModelConfig, SchedulerConfig
+from m4_radix_cache import CacheConfig, ConfigError, SchedulerConfig
 from tests.m4_radix_cache.engines import MakeEngine, setting
 
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
@@ -42,12 +42,6 @@ def test_an_eviction_policy_that_would_have_no_effect_is_refused(prefix_cache: A
     assert CacheConfig(prefix_cache=prefix_cache, eviction_policy="lru")
 
 
-def test_a_share_of_a_gpu_on_a_cpu_is_refused_before_anything_is_loaded() -> None:
-    model = ModelConfig(model="/nowhere", device="cpu")
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.5 needs a GPU, and the device is cpu"):
-        LLMEngine(model_config=model, cache_config=CacheConfig(gpu_memory_utilization=0.5))
-
-
 def test_too_little_memory_names_the_longest_request_that_would_fit(make_engine: MakeEngine) -> None:
     """The tiny model takes 1 KiB a token, and requests of up to 256."""
     with pytest.raises(
@@ -71,19 +65,3 @@ def test_all_memory_of_a_budget_is_used_because_the_cache_can_fill_it(make_engin
     )
     assert engine.stats().max_total_tokens == 2**20 // 1024 - 16
     assert make_engine(**setting(2, tokens=43)).stats().max_total_tokens == 40, "less what fills no page"
-
-
-def test_what_m3_could_be_told_and_m4_cannot_is_an_error() -> None:
-    for make, name, value in (
-        (SchedulerConfig, "preemption_mode", "swap"),
-        (CacheConfig, "block_size", 16),
-        (CacheConfig, "num_blocks", 4),
-        (CacheConfig, "swap_space_bytes", 0),
-    ):
-        with pytest.raises(TypeError, match=name):
-            make(**{name: value})
-
-
-def test_by_default_kv_is_shared_in_a_tree() -> None:
-    assert (CacheConfig().page_size, CacheConfig().prefix_cache, CacheConfig().eviction_policy) == (16, "radix", "lru")
-    assert SchedulerConfig().schedule_policy == "lpm"

@@ -201,18 +201,6 @@ def test_a_part_that_raises_ends_all_requests_and_the_engine_goes_on(
     check_drained(engine)
 
 
-@pytest.mark.parametrize("error", [StopIteration("a bug"), RuntimeError("a bug"), ValueError("a bug" * 10_000)])
-def test_whatever_a_policy_raises_names_the_part_in_a_short_message(make_engine: MakeEngine, error: Exception) -> None:
-    class Raises(SchedulePolicy):
-        def calc_priority(self, *given: Any, **named: Any) -> Any:
-            raise error
-
-    engine = make_engine({"schedule_policy": Raises}, **setting(4))
-    output = engine.generate([5, 6], greedy(4))
-    assert isinstance(output.error, PartError) and "a bug" in str(output.error) and len(str(output.error)) < 500
-    assert output.error.__cause__ is error and not engine.has_unfinished_requests()
-
-
 # --- a prefix cache ---------------------------------------------------------------------------------------------------
 
 

@@ -12,19 +12,13 @@ from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
-from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_policy import Order, SchedulePolicy
-from m4_radix_cache.scheduler import Scheduler
 from tests.m4_radix_cache.caches import ForgetsSalts
-from tests.m4_radix_cache.engines import MakeEngine, Recorder, cache_of, cached_len, greedy, ids, setting
+from tests.m4_radix_cache.engines import MakeEngine, cache_of, cached_len, greedy, ids, setting
 from tests.support.traces import order_of_admission
 
 PROMPTS = [[5, 6, 7, 8, 9], [8], [9, 10], [11, 12, 13, 14]]
-
-
-def tokens_of(engine: LLMEngine) -> list[tuple[int, ...]]:
-    return [output.token_ids for output in engine.generate_batch(PROMPTS, greedy(6)).values()]
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
@@ -118,41 +112,8 @@ class NewestFirst(SchedulePolicy):
         return Order(sorted(waiting, key=lambda req: -req.number), [])
 
 
-class OneAtATime(PrefillAdder):
-    """A prompt of one request in each step."""
-
-    def add_one_req(self, req: Req) -> AddReqResult:
-        result = super().add_one_req(req)
-        return AddReqResult.OTHER if result is AddReqResult.CONTINUE else result
-
-
 def test_a_policy_of_ones_own_decides_the_order(make_engine: MakeEngine) -> None:
     own, usual = make_engine({"schedule_policy": NewestFirst}, **setting(2)), make_engine(**setting(2))
     assert order_of_admission(own, PROMPTS) == [3, 2, 1, 0]
     assert order_of_admission(usual, PROMPTS) == [0, 1, 2, 3]
     assert PARTS["schedule_policy"] is SchedulePolicy
-
-
-def test_an_adder_of_ones_own_decides_how_many_get_in(make_engine: MakeEngine) -> None:
-    def extends(parts: dict[str, Any]) -> list[int]:
-        engine = make_engine(parts, **setting(4))
-        recorder = Recorder(engine.tracer)
-        tokens_of(engine)
-        return [len(batch.rids) for batch in recorder.events("batch") if batch.mode == "extend"]
-
-    assert extends({"prefill_adder": OneAtATime}) == [1, 1, 1, 1] and extends({}) == [4]
-
-
-def test_a_scheduler_of_ones_own_decides_what_runs(make_engine: MakeEngine) -> None:
-    class DecodesFirst(Scheduler):
-        """Lets nobody in while anybody runs."""
-
-        def get_next_batch_to_run(self) -> Any:
-            self.batch_is_full = bool(self.running)
-            return super().get_next_batch_to_run()
-
-    engine = make_engine({"scheduler": DecodesFirst}, **setting(2))
-    recorder = Recorder(engine.tracer)
-    assert tokens_of(engine) == tokens_of(make_engine(**setting(2)))
-    modes = [batch.mode for batch in recorder.events("batch")]
-    assert modes == (["extend"] + ["decode"] * 5) * 2

@@ -15,7 +15,6 @@ from m4_radix_cache.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, Pref
 from m4_radix_cache.request import Req
 from tests.m4_radix_cache.caches import allocator_of, make_cache
 from tests.m4_radix_cache.reqs import fill, make_req
-from tests.support.engines import Recorder
 
 CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER
 PLENTY = 10**6
@@ -207,28 +206,6 @@ def allocate(cache: BasePrefixCache, reqs: Sequence[Req]) -> int:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("max_tokens", "is_admitted"), [(5, False), (4, False), (3, True)])
-def test_what_fills_the_memory_exactly_is_refused(max_tokens: int, is_admitted: bool) -> None:
-    """A prompt of 12 tokens, 16 slots and a page for the one that runs. Nobody else would fit either way."""
-    cache = make_cache(page_size=4, num_pages=6)
-    adder = make_adder(cache, running_reqs(cache, (3, 9)), ratio=0.0)
-    assert adder.rem_total_tokens == 16
-    req = make_req(1, [7] * 12, max_tokens=max_tokens)
-    assert add(adder, req) is NO_TOKEN
-    assert adder.can_run_list == [req] * is_admitted
-
-
-@pytest.mark.parametrize(("length", "is_admitted"), [(15, True), (16, True), (17, False)])
-def test_a_request_alone_at_its_end_may_fill_the_memory(length: int, is_admitted: bool) -> None:
-    """It filled the memory before; to wait for more would be to wait for ever."""
-    cache = make_cache(page_size=4, num_pages=4)
-    adder = make_adder(cache)
-    req = make_req(1, [7] * (length - 5), outputs=[1] * 5, max_tokens=5, is_retracted=True)
-    assert add(adder, req) is NO_TOKEN
-    assert adder.can_run_list == [req] * is_admitted
-    assert allocate(cache, adder.can_run_list) == 16 * is_admitted
-
-
 def test_nobody_is_charged_for_more_than_4096_future_tokens() -> None:
     assert CLIP_MAX_NEW_TOKENS == 4096
     cache = make_cache(num_pages=3 * 4096)
@@ -238,39 +215,6 @@ def test_nobody_is_charged_for_more_than_4096_future_tokens() -> None:
     assert add(adder, make_req(1, [7], max_tokens=10**6)) is CONTINUE
     assert adder.rem_total_tokens == 4096 - 2
     assert add(adder, make_req(2, [7] * 2, max_tokens=10**6)) is NO_TOKEN
-
-
-# --- the trace --------------------------------------------------------------------------------------------------------
-
-
-def test_the_trace_has_the_budget_that_a_request_was_judged_by() -> None:
-    cache, tracer = make_cache(page_size=4, num_pages=25), Tracer()
-    recorder = Recorder(tracer)
-    fill(cache, [7] * 40)
-    adder = make_adder(cache, max_prefill_tokens=16, max_new_reqs=2, num_waiting=5, tracer=tracer)
-    add(adder, make_req(1, [7] * 20 + [1] * 5, outputs=[2], max_tokens=10, is_retracted=True))
-    add(adder, make_req(2, [8] * 60, max_tokens=10))
-    add(adder, make_req(3, [8] * 9, max_tokens=1))
-    add(adder, make_req(4, [8], max_tokens=1))
-    add(adder, make_req(5, [8], max_tokens=1))
-    assert recorder.kinds() == ["admit", "not_admitted", "not_admitted", "admit", "not_admitted"]
-    events: list[Any] = [record.event for record in recorder.records]
-    budget = {"cur_rem": 80, "rem_total": 80, "rem_input": 16, "evictable": 20}
-    assert events[0].data() == budget | {
-        "rid": "r1",
-        "node": 2,
-        "prefix": 20,
-        "extend": 6,
-        "num_waiting": 4,
-        "num_output_tokens": 1,
-        "need": 15,
-        "result": "continue",
-    }
-    budget = {"cur_rem": 72, "evictable": 20, "is_locked": False, "prefix": 0, "num_waiting": 4}
-    assert events[1].data() == budget | {"rid": "r2", "limit": "memory", "needed": 70, "available": 62}
-    assert events[2].data() == budget | {"rid": "r3", "limit": "max_num_batched_tokens", "needed": 9, "available": 8}
-    assert (events[3].result, events[3].num_waiting) == ("continue", 3)
-    assert (events[4].limit, events[4].needed, events[4].available) == ("max_num_seqs", 3, 2)
 
 
 # --- how much is expected ---------------------------------------------------------------------------------------------

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m1_single_request.tracer import Tracer
-from m4_radix_cache.mem_cache.events import CacheFlushed, Evicted, Inserted, Locked, Split
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from tests.m4_radix_cache.caches import allocator_of, find, hit, make_cache, put
-from tests.support.engines import Recorder
 
 A, B, C, D = ([token] * 4 for token in (1, 2, 3, 4))
 """Four pages of 4 tokens."""
@@ -40,52 +37,6 @@ def test_the_tree_has_its_own_copy_of_the_slots(cache: RadixCache) -> None:
 def test_slots_that_are_no_whole_pages_of_the_key_are_our_bug(cache: RadixCache, num_slots: int) -> None:
     with pytest.raises(AssertionError, match="no whole pages"):
         cache.insert(RadixKey(A), np.arange(4, 4 + num_slots))
-
-
-# --- split ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_node_is_split_where_two_sequences_part(cache: RadixCache) -> None:
-    put(cache, A + B + C)
-    assert [len(node.value) for node in cache.nodes()] == [12]
-    put(cache, A + B + D)
-    upper, *lower = cache.nodes()
-    assert [len(node.value) for node in (upper, *lower)] == [8, 4, 4] and {node.parent for node in lower} == {upper}
-
-
-def test_a_handle_stays_valid_when_its_node_is_split(cache: RadixCache) -> None:
-    """The old object keeps the tail, so its path is the whole prefix as before, locked all along."""
-    put(cache, A + B + C)
-    handle = find(cache, A + B + C).last_device_node
-    cache.inc_lock_ref(handle)
-    upper = find(cache, A).last_device_node
-    assert len(handle.value) == 8 and handle.parent is upper and upper.lock_ref == 1
-    assert cache.protected_size() == 12 and cache.evict(12) == 0
-    cache.dec_lock_ref(handle)
-    assert upper.lock_ref == handle.lock_ref == 0 and cache.evictable_size() == 12
-    cache.check_invariants()
-
-
-def test_the_upper_node_inherits_locks_hits_and_priority_and_is_new(cache: RadixCache) -> None:
-    put(cache, A + B, priority=3)
-    lower = find(cache, A + B).last_device_node
-    cache.inc_lock_ref(lower)
-    cache.record_hit(lower)
-    upper = find(cache, A).last_device_node
-    assert (upper.lock_ref, upper.hit_count, upper.priority) == (1, 1, 3)
-    assert upper.creation_time > lower.creation_time and upper.last_access_time == lower.last_access_time
-
-
-# --- lock -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_locked_node_stays_when_its_last_child_is_evicted(cache: RadixCache) -> None:
-    put(cache, A + B)
-    node = find(cache, A).last_device_node
-    cache.inc_lock_ref(node)
-    assert cache.evict(8) == 4 and hit(cache, A + B) == 4
-    cache.dec_lock_ref(node)
-    assert cache.evict(8) == 4 and hit(cache, A) == 0
 
 
 # --- evict ------------------------------------------------------------------------------------------------------------
@@ -134,37 +85,6 @@ def test_nodes_come_before_their_children_in_order_of_insertion(cache: RadixCach
     for tokens in (B, A + B, A + C + D, A + C + A):
         put(cache, tokens)
     assert [node.key[0] for node in cache.nodes()] == [2, 1, 2, 3, 4, 1]
-
-
-def test_everything_that_happens_is_told() -> None:
-    tracer = Tracer()
-    recorder, cache = Recorder(tracer), make_cache(page_size=4, tracer=tracer)
-    cache.insert(RadixKey(A + B, "t"), allocator_of(cache).alloc(8))
-    cache.insert(RadixKey(A + C, "t"), allocator_of(cache).alloc(8), 5)
-    node = find(cache, A + B, extra_key="t").last_device_node
-    cache.inc_lock_ref(node)
-    cache.inc_lock_ref(node)
-    cache.evict(8)
-    cache.dec_lock_ref(node)
-    cache.dec_lock_ref(node)
-    cache.reset()
-    assert [record.event for record in recorder.records] == [
-        Inserted(
-            node=1, parent=0, extra_key="t", insert_len=8, existing=0, token_ids=(*A, *B), pages=(1, 2), priority=0,
-            last_access_time=1, evictable=8, protected=0,
-        ),
-        Split(node=1, upper=2, head=4, tail=4, lock_ref=0, last_access_time=2),
-        Inserted(
-            node=3, parent=2, extra_key="t", insert_len=8, existing=4, token_ids=tuple(C), pages=(4,), priority=5,
-            last_access_time=2, evictable=12, protected=0,
-        ),
-        Locked(node=1, delta=1, num_tokens=8, last_access_time=3, evictable=4, protected=8),
-        Locked(node=1, delta=1, num_tokens=0, last_access_time=3, evictable=4, protected=8),
-        Evicted(asked=8, freed=4, nodes=(3,), token_counts=(4,), strategy="lru", evictable=0, protected=8),
-        Locked(node=1, delta=-1, num_tokens=0, last_access_time=3, evictable=0, protected=8),
-        Locked(node=1, delta=-1, num_tokens=8, last_access_time=3, evictable=8, protected=0),
-        CacheFlushed(evictable=8, protected=0),
-    ]  # fmt: skip
 
 
 def move_elsewhere(first: Any, last: Any) -> None:

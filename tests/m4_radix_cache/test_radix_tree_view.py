@@ -90,32 +90,6 @@ def test_common_tokens_are_drawn_once_with_a_branch_for_each_continuation() -> N
     assert [line.split('"')[1] for line in lines if '"' in line] == [decoded(COMMON), decoded(LEFT), decoded(RIGHT)]
 
 
-def test_a_path_without_a_fork_is_not_indented() -> None:
-    cache, view = viewed()
-    for length in (4, 8, 12):
-        put(cache, [*COMMON, *LEFT][:length])
-    assert texts(drawn(view)) == ["└── + 1  ", "    + 2  ", "    + 3  "]
-
-
-def test_locks_and_hits_are_counted() -> None:
-    cache, view = viewed()
-    put(cache, COMMON)
-    cache.inc_lock_ref(find(cache, COMMON).last_device_node)
-    reuse(cache, COMMON)
-    lines = drawn(view)
-    assert "8 tokens cached (8 locked)" in lines[0]
-    assert lines[2].strip() == "8 tokens, slots 4-11, 1 lock, 1 hit, used 3"
-
-
-def test_slots_that_are_not_neighbours_are_listed_in_ranges() -> None:
-    cache, view = viewed(page_size=1, num_pages=16)
-    allocator = cache.token_to_kv_pool_allocator
-    slots = allocator.alloc(14)
-    allocator.free(slots[1::2])  # 7 stay, with a gap behind each
-    put(cache, ids(9))
-    assert "slots 15-16 2 4 and 5 more" in drawn(view)[2]
-
-
 def test_tenants_have_branches_under_their_salts() -> None:
     cache, view = viewed()
     put(cache, COMMON)
@@ -160,15 +134,6 @@ def test_nodes_since_the_last_drawing_are_new_and_a_split_makes_none() -> None:
     assert not any("+" in line for line in drawn(view))
 
 
-def test_a_longer_chain_of_a_table_is_new_only_where_it_has_grown() -> None:
-    cache, view = viewed("block_hash")
-    put(cache, COMMON)
-    view.draw(TOKENIZER)
-    put(cache, COMMON + LEFT)
-    lines = drawn(view)
-    assert texts(lines) == ["└──   1  ", "    + 5  "] and "4 tokens, slots 20-23" in lines[4]
-
-
 def test_a_node_from_which_a_request_starts_is_marked_also_if_it_is_split_for_that() -> None:
     cache, view = viewed()
     put(cache, COMMON + LEFT)
@@ -188,24 +153,6 @@ def test_evicted_tokens_are_counted_once_and_only_if_they_were_drawn() -> None:
     cache.evict(1)  # the older leaf
     cache.reset()
     assert "; 12 tokens gone" in drawn(view, 120)[0] and "gone" not in drawn(view)[0]
-
-
-def test_a_page_with_other_tokens_is_new() -> None:
-    cache, view = viewed(num_pages=1)
-    put(cache, LEFT)
-    view.draw(TOKENIZER)
-    cache.evict(4)
-    put(cache, RIGHT)
-    title, text, *_ = drawn(view)
-    assert text.startswith("└── + 2") and "4 tokens gone" in title
-
-
-def test_a_new_node_is_green() -> None:
-    cache, view = viewed()
-    put(cache, COMMON)
-    terminal = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="standard", _environ={})
-    terminal.print(view.draw(TOKENIZER))
-    assert "\x1b[32m" in terminal.file.getvalue()  # type: ignore[attr-defined]
 
 
 # --- room, and texts that a terminal would act on ---------------------------------------------------------------------
@@ -307,15 +254,6 @@ def check_view(engine: Any, view: RadixTreeView, width: int) -> None:
             assert shown.slots.tolist() == node.value.tolist() and len(shown.token_ids) == len(node.value)
             assert shown.last_access_time is not None
             assert shown.last_access_time <= node.last_access_time, "a look-up without an admission is in no event"
-
-
-def test_in_the_trace_of_several_engines_the_view_is_the_cache_of_the_last_one(make_engine: MakeEngine) -> None:
-    view = RadixTreeView()
-    for prompts in ([[*ids(9), 50, 51, 52, 53], [*ids(9), 60, 61, 62, 63]], [ids(9)]):
-        engine = make_engine(**setting(page_size=4), trace_config=TraceConfig(readers=(view,)))
-        for prompt in prompts:
-            engine.generate(prompt, greedy(6))
-            check_view(engine, view, 80)
 
 
 def test_a_picture_stays_what_it_was_when_the_engine_goes_on(make_engine: MakeEngine) -> None:

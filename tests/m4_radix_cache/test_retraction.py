@@ -29,48 +29,7 @@ def step_until_retracted(bed: RadixBed) -> Step:
             return step
 
 
-# --- the victims ------------------------------------------------------------------------------------------------------
-
-
-def test_as_many_go_as_it_takes_and_one_always_stays() -> None:
-    bed = make_radix_bed(max_num_seqs=4)
-    for _ in range(4):
-        bed.add(4, max_tokens=9)
-    bed.step()
-    bed.pools.due = 9
-    step = bed.step()
-    assert bed.retracted() == ["r1", "r2", "r3"] and step.counts == {"r0": 1}
-    bed.pools.release()
-    bed.drain()
-
-
 # --- what becomes of it -----------------------------------------------------------------------------------------------
-
-
-@EVERY_CACHE
-def test_a_victim_loses_what_is_its_own_and_keeps_what_it_said(prefix_cache: str) -> None:
-    bed = crowd(prefix_cache=prefix_cache)
-    step = step_until_retracted(bed)
-    assert bed.retracted() == bed.waiting() == ["r1"] and bed.running() == ["r0"]
-    assert step.output.mode == "decode" and step.counts == {"r0": 1} and step.ended == {}
-    said = bed.said("r1")
-    assert len(said) > 2
-    bed.drain()
-    assert bed.said("r1")[: len(said)] == said and len(bed.said("r1")) == 8
-    assert bed.reported_ends == ["r0", "r1"]
-
-
-def test_what_the_cache_has_of_it_stays_until_somebody_needs_the_room() -> None:
-    bed = crowd(num_tokens=40)
-    bed.step()
-    bed.pools.due = 1
-    bed.step()
-    cache = bed.pools.tree_cache
-    assert bed.retracted() == ["r1"] and (cache.evictable_size(), cache.protected_size()) == (4, 4)
-    step = bed.step()
-    assert step.output.mode == "extend" and step.output.hits == {"r1": 4}, "its prompt need not be computed again"
-    assert step.counts == {"r1": 2}, "what it has said must"
-    bed.drain()
 
 
 def test_the_ratio_is_measured_anew() -> None:

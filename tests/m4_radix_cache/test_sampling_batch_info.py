@@ -235,20 +235,6 @@ def test_a_step_makes_no_tensor_again_that_has_not_changed() -> None:
         assert getattr(second, name) is getattr(first, name), name
 
 
-def test_it_holds_plain_data_and_nothing_of_its_requests() -> None:
-    reqs = [Req(**kind) for kind in KINDS]
-    info = info_of(*reqs)
-    expected = SamplingMetadata.from_rows([req.row for req in reqs], vocab_size=VOCAB, device=CPU)
-    for req in reqs:
-        req.output.append(6)
-        req.sequence.prompt_token_ids.append(6)
-    check_same(info.metadata(), expected)
-    for name, value in vars(info).items():
-        for item in value if isinstance(value, list) else [value]:
-            data = isinstance(item, int | SamplingParams | Tensor | torch.device | SamplingMetadata | None)
-            assert data or (isinstance(item, np.ndarray) and not item.dtype.hasobject), name
-
-
 # --- the sampler of m3 ------------------------------------------------------------------------------------------------
 
 

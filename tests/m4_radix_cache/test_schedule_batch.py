@@ -7,7 +7,6 @@ from m1_single_request.errors import PartError
 from m1_single_request.request import RequestStatus
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.model_worker_batch import ForwardMode
-from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from tests.m4_radix_cache.batches import SETTINGS, extend, pools_of, req_of
 from tests.m4_radix_cache.caches import make_cache, put
@@ -54,20 +53,6 @@ def test_an_extend_evicts_exactly_what_it_lacks() -> None:
     extend(pools, [req_of(pools, "a", [7, 8, 9])])
     assert pools.tree_cache.num_evicted_tokens == 3, "2 were free, and a leaf goes whole"
     assert len(pools.tree_cache.match_prefix(req_of(pools, "b", [4, 5, 6, 7]).key).device_indices) == 3
-
-
-def test_what_the_model_is_told_is_plain_data() -> None:
-    pools = pools_of(make_cache())
-    batch = extend(pools, [req_of(pools, "a", [1, 2, 3], prompt_logprobs=2), req_of(pools, "b", [4, 5])])
-    worker_batch = batch.get_model_worker_batch()
-    assert worker_batch.rids == ["a", "b"] and worker_batch.num_scheduled_tokens == {"a": 3, "b": 2}
-    assert worker_batch.prompts_to_rate == {"a": ([1, 2, 3], 2)}
-    assert not any(isinstance(value, Req | Pools) for value in vars(worker_batch).values())
-    say(batch, 7, 8)
-    batch.prepare_for_decode()
-    worker_batch = batch.get_model_worker_batch()
-    assert worker_batch.num_scheduled_tokens == {"a": 1, "b": 1} and not worker_batch.prompts_to_rate
-    assert worker_batch.prefix_lens is None and worker_batch.extend_lens is None
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------

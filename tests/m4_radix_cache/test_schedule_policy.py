@@ -224,33 +224,6 @@ def test_a_deep_tree_is_no_deep_recursion(kind: str) -> None:
 # --- who waits a round ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("page_size", "common", "waits"),
-    [(1, 31, False), (1, 32, True), (16, 47, True), (24, 47, False), (24, 48, True), (64, 63, False)],
-)
-def test_a_common_prefix_must_be_worth_a_round(page_size: int, common: int, waits: bool) -> None:
-    """At least 32 tokens, and of them only whole pages are shared."""
-    waiting = [make_req(1, [7] * common + [1] * 60), make_req(2, [7] * common + [2] * 60)]
-    order = make_policy("lpm", make_cache(page_size=page_size)).calc_priority(waiting)
-    assert numbers(order) == (([1], [2]) if waits else ([1, 2], []))
-
-
-@pytest.mark.parametrize(("cached", "waits"), [(16, True), (32, True), (33, False)])
-def test_whoever_hits_more_than_a_little_does_not_wait_for_the_rest(cached: int, waits: bool) -> None:
-    cache = make_cache(num_pages=2048)
-    fill(cache, [7] * cached)
-    waiting = [make_req(1, [7] * 100), make_req(2, [7] * 100)]
-    order = make_policy("lpm", cache).calc_priority(waiting)
-    assert numbers(order) == (([1], [2]) if waits else ([1, 2], []))
-
-
-def test_strangers_with_a_short_common_prompt_are_no_siblings() -> None:
-    waiting = [make_req(number, [7] * 5, parent_id=f"parent-{number}") for number in (1, 2)] + [make_req(3, [7] * 5)]
-    waiting += [make_req(4, [7] * 5)]
-    for policy in ("fcfs", "lpm"):
-        assert numbers(make_policy(policy, make_cache(page_size=4)).calc_priority(waiting)) == ([1, 2, 3, 4], [])
-
-
 def test_whoever_wants_its_prompt_s_logprobs_uses_no_cache_and_does_not_wait_for_it() -> None:
     cache = make_cache(num_pages=2048)
     fill(cache, [9] * 40)
@@ -276,29 +249,3 @@ def test_everybody_goes_in_the_end(scene: dict[str, Any], policy: str) -> None:
         for req in order.ready:
             fill(cache, req.origin_input_ids + req.output_ids, req.extra_key)
         waiting = order.held_back
-
-
-# --- the trace --------------------------------------------------------------------------------------------------------
-
-
-def test_the_trace_says_the_order_and_why() -> None:
-    cache, tracer = make_cache(num_pages=256), Tracer()
-    recorder = Recorder(tracer)
-    fill(cache, [9] * 40)
-    waiting = [
-        make_req(1, [7] * 100),
-        make_req(2, [7] * 100),
-        make_req(3, [9] * 50),
-        make_req(4, [8] * 50, outputs=[1], is_retracted=True),
-    ]
-    make_policy("lpm", cache, tracer=tracer).calc_priority(waiting)
-    make_policy("lpm", cache, tracer=tracer).calc_priority(waiting[:1])  # alone, so nothing is decided
-    (event,) = [record.event for record in recorder.records]
-    assert event.data() == {
-        "policy": "lpm",
-        "active": "lpm",
-        "rids": ("r4", "r3", "r1", "r2"),
-        "num_held_back": 1,
-        "num_retracted": 1,
-        "hits": (0, 40, 0, 0),
-    }

@@ -15,8 +15,6 @@ from tests.equivalence.traffic import prompt_of, tree_prompt
 from tests.m4_radix_cache.engines import (
     MakeEngine,
     Recorder,
-    cached_len,
-    check_drained,
     check_flushed,
     greedy,
     run,
@@ -71,23 +69,6 @@ def test_a_policy_that_does_not_look_lets_all_compute_it_and_keeps_it_once(make_
 # --- what is found ----------------------------------------------------------------------------------------------------
 
 
-@SHARING
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_chat_computes_only_what_is_new_in_each_turn(make_engine: MakeEngine, cache: str, page_size: int) -> None:
-    engine = make_engine(**setting(page_size=page_size, cache=cache))
-    prompt: list[int] = []
-    known = computed = 0
-    for turn in range(5):
-        prompt += prompt_of(11 + turn, turn)
-        output = engine.generate(prompt, greedy(9))
-        assert output.metrics.cached_tokens == known // page_size * page_size
-        computed += len(prompt) - output.metrics.cached_tokens
-        prompt += output.token_ids
-        known = len(prompt) - 1  # the newest token has no KV
-    assert engine.stats().num_prompt_tokens == computed
-    check_drained(engine)
-
-
 @pytest.mark.sample(2)
 @SHARING
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -134,15 +115,6 @@ def test_a_retracted_request_finds_what_others_have_of_it(make_engine: MakeEngin
     assert all(admit.prefix >= whole_pages[admit.rid] for admit in again), "its prompt, or more if it came back before"
     assert again[0].prefix == whole_pages[again[0].rid]
     assert [output.metrics.cached_tokens for output in outputs] == [0, 40, 40, 40, 40], "as when it first ran"
-
-
-def test_what_matters_most_is_kept_longest_if_priorities_decide(make_engine: MakeEngine) -> None:
-    engine = make_engine(**setting(tokens=64, eviction_policy="priority"))
-    low, high = prompt_of(20), prompt_of(20, 1)
-    engine.generate(high, greedy(1), priority=1)
-    engine.generate(low, greedy(1))
-    engine.generate(prompt_of(40, 2), greedy(1))
-    assert (cached_len(engine, high), cached_len(engine, low)) == (20, 0)
 
 
 # --- forgetting -------------------------------------------------------------------------------------------------------

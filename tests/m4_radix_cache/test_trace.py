@@ -5,12 +5,11 @@ page is: the stored trace, and `test_radix_tree_view.py`.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from m4_radix_cache import ConsoleReader, JsonlReader, LLMEngine, TraceConfig
+from m4_radix_cache import LLMEngine
 from tests.events.milestones import MILESTONES, event_classes
 from tests.m4_radix_cache.engines import MakeEngine, check_flushed, greedy, ids, run, scheduler_of, setting
 from tests.m4_radix_cache.event_examples import ADMIT, AUDIT, BATCH, EVICTED, MATCHED, ORDER, RETRACT
@@ -161,14 +160,3 @@ def test_without_a_reader_no_event_is_built(
     run(engine)
     assert engine.stats().num_retractions > 0
     check_flushed(engine)
-
-
-def test_a_salt_of_any_characters_is_told(make_engine: MakeEngine, tmp_path: Path, cache: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    readers = (JsonlReader(path), ConsoleReader())
-    engine = make_engine(trace_config=TraceConfig(readers=readers), **setting(2, cache=cache))
-    for salt in ("\x00", "\n", "ü" * 100, "]"):
-        assert engine.generate(ids(9), greedy(2), cache_salt=salt).finish_reason == "length"
-        assert engine.generate(ids(9), greedy(2), cache_salt=salt).metrics.cached_tokens == (cache != "chunk") * 8
-    engine.close()
-    assert len(path.read_text(encoding="utf-8").splitlines()) > 20

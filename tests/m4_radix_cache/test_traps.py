@@ -17,8 +17,6 @@ from tests.m4_radix_cache.engines import (
     cached_len,
     check_answers,
     check_drained,
-    check_flushed,
-    check_step,
     greedy,
     no_numbers_for,
     run,
@@ -27,33 +25,6 @@ from tests.m4_radix_cache.engines import (
 )
 
 SHARING = pytest.mark.parametrize("cache", ["radix", "hash"])
-# --- sharing within a batch -------------------------------------------------------------------------------------------
-
-
-@SHARING
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_two_requests_with_one_prefix_in_one_batch_own_every_page_once(
-    make_engine: MakeEngine, m1: Any, cache: str, page_size: int
-) -> None:
-    """Both compute it, because neither finds it. The second one's copy is freed; it must not read it any more."""
-    engine = make_engine(**setting(8, tokens=80, page_size=page_size, cache=cache, policy="fcfs"))
-    recorder, common = Recorder(engine.tracer), prompt_of(12)
-    asked = {"a": ([*common, 5, 6], greedy(9)), "b": ([*common, 7, 8], greedy(9)), "c": (common, greedy(12))}
-    submit(engine, asked)
-    outputs = engine.step()
-    check_step(engine)
-    (batch,) = recorder.events("batch")
-    assert (batch.rids, batch.prefix_lens) == (("a", "b", "c"), (0, 0, 0))
-    copies = [(event.rid, event.num_tokens) for event in recorder.events("duplicates_freed")]
-    assert copies == [("b", 12), ("c", 12)]
-    # Those who come now get the pages that came free, while the others go on reading what they share.
-    late = {f"d{n}": (prompt_of(9, n), greedy(4)) for n in range(2, 6)}
-    submit(engine, late)
-    outputs = run(engine)
-    check_answers(outputs, m1, asked | late)
-    check_flushed(engine)
-
-
 # --- a prompt that is cached whole ------------------------------------------------------------------------------------
 
 

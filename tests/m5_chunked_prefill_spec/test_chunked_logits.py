@@ -85,16 +85,6 @@ def test_the_logits_of_the_first_token_do_not_depend_on_how_the_prompt_is_cut(
         torch.testing.assert_close(pieces.logits[key], logits, atol=ALMOST, rtol=0)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_the_logits_behind_a_hit_are_the_same_too(make_engine: MakeEngine, page_size: int) -> None:
-    """The second finds what the first one computed in pieces, in whole pages, and computes the rest in pieces."""
-    first, second = prompt_of(50), [*prompt_of(50), *prompt_of(43, 1)]
-    whole = listened(make_engine, {"b": (second, 3)}, page_size=page_size, max_num_batched_tokens=256)
-    pieces = listened(make_engine, {"a": (first, 1), "b": (second, 3)}, page_size=page_size, max_num_batched_tokens=19)
-    for key, logits in whole.logits.items():
-        torch.testing.assert_close(pieces.logits[key], logits, atol=ALMOST, rtol=0)
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("method", [None, "ngram"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from m3_paged_attention.errors import KVCapacityError
 from tests.testbed.pieces import PiecesBed, make_pieces_bed
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
@@ -85,14 +84,6 @@ def test_a_part_in_pieces_is_the_first_to_lose_its_place_and_keeps_what_it_has_s
     assert sum(bed.pieces_of("r1")) == 60
 
 
-def test_without_a_cache_it_starts_over() -> None:
-    bed = in_pieces(2, prefix_cache="chunk")
-    bed.pools.due = 1
-    bed.step(), bed.pools.release()
-    bed.drain()
-    assert bed.pieces_of("r1") == [16, 16, 16, 16, 16, 12]
-
-
 def test_whoever_is_retracted_while_a_prompt_is_in_pieces_waits_for_it() -> None:
     """The policy chooses r0 each time: then nobody decodes, and the piece still runs."""
 
@@ -139,29 +130,6 @@ def test_a_prompt_that_is_crowded_out_by_those_who_decode_comes_back_and_ends(
 
 
 @SCHEDULES
-def test_whoever_waits_for_the_memory_of_an_aborted_request_is_not_refused_for_ever(schedule: Any) -> None:
-    """An aborted request holds its memory until the update, though it does not run on."""
-    bed = make_pieces_bed(schedule=schedule, num_tokens=40, max_num_batched_tokens=32)
-    bed.add(20, max_tokens=9), bed.step(), bed.step()
-    bed.add(25, max_tokens=5)
-    bed.abort("r0")
-    assert bed.drain() == {"r0": "abort", "r1": "length"}
-
-
-@SCHEDULES
-def test_a_prompt_in_pieces_waits_for_the_memory_of_an_aborted_request(schedule: Any) -> None:
-    bed = make_pieces_bed(schedule=schedule, num_tokens=40, max_num_batched_tokens=8, conservativeness=0)
-    bed.add(6, max_tokens=34)
-    while len(bed.said("r0")) < 2:
-        bed.step()
-    bed.add(28, max_tokens=2)
-    while bed.pools.token_to_kv_pool_allocator.available_size() > 2 and "r1" not in bed.ended:
-        bed.step()
-    bed.abort("r0")
-    assert bed.drain()["r1"] == "length"
-
-
-@SCHEDULES
 @pytest.mark.parametrize(
     ("num_tokens", "page_size", "length", "pieces"), [(32, 1, 28, [16, 12]), (48, 16, 33, [16, 16, 1])]
 )
@@ -173,10 +141,3 @@ def test_the_last_piece_may_leave_no_room_for_anybody_else(
     bed.add(length, max_tokens=3), bed.add(5, max_tokens=2)
     assert bed.drain() == {"r0": "length", "r1": "length"}
     assert bed.pieces_of("r0") == pieces
-
-
-def test_whoever_has_outgrown_the_memory_fails_alone() -> None:
-    bed = make_pieces_bed(num_tokens=24, max_num_batched_tokens=8, conservativeness=0, max_model_len=64)
-    bed.add(12, max_tokens=40), bed.add(12, max_tokens=3)
-    assert bed.drain() == {"r0": "error", "r1": "length"}
-    assert isinstance(bed.error_of("r0"), KVCapacityError) and len(bed.said("r0")) == 13

@@ -51,13 +51,6 @@ def test_what_is_right_is_accepted() -> None:
     assert SpeculativeConfig(method="ngram", prompt_lookup_min=3, prompt_lookup_max=3)
 
 
-def test_by_default_prompts_are_cut_after_the_decodes_and_nothing_is_guessed() -> None:
-    config = SchedulerConfig()
-    assert (config.schedule, config.schedule_policy, config.enable_chunked_prefill) == ("decode_first", "lpm", True)
-    assert (config.chunked_prefill_size, config.target_gap_ms, config.cost_table) == (None, None, None)
-    assert SpeculativeConfig().method is None
-
-
 @pytest.mark.parametrize(
     ("values", "model_len", "budget"),
     [

@@ -35,13 +35,6 @@ def test_between_two_sizes_and_beyond_the_last_one_runs_a_straight_line(num_toke
     assert TABLE.step(num_tokens) == expected
 
 
-def test_every_token_pays_for_the_tokens_before_it() -> None:
-    assert TABLE.step(4, context=4 * 500) == 1.0 + 0.5 * 2
-    assert TABLE.step(1, context=1000) - TABLE.step(1) == 0.5
-    assert TABLE.step(1, decode_context=1000) - TABLE.step(1) == 2.0
-    assert TABLE.step(1, 1000, 1000) - TABLE.step(1) == 2.5
-
-
 @given(tables(), st.integers(1, 400), st.integers(0, 10_000))
 def test_a_larger_step_never_costs_less(table: CostTable, num_tokens: int, context: int) -> None:
     assert 0 < table.step(num_tokens, context) <= table.step(num_tokens + 1, context)
@@ -69,12 +62,6 @@ def test_the_largest_piece_is_what_trying_all_of_them_finds(
     fitting = [size for size in range(1, most + 1) if cost(size) <= limit_ms]
     found = table.largest(limit_ms, most, others=others, decode_context=decode_context, start=start)
     assert found == max(fitting, default=0)
-
-
-def test_nothing_fits_where_the_others_alone_take_too_long() -> None:
-    assert TABLE.largest(4.0, 64, others=17, decode_context=0, start=0) == 0
-    assert TABLE.largest(4.0, 64, others=15, decode_context=0, start=0) == 1
-    assert TABLE.largest(1e9, 0, others=1, decode_context=0, start=0) == 0
 
 
 # --- what is no table -------------------------------------------------------------------------------------------------

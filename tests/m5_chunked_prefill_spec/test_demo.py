@@ -11,7 +11,7 @@ import pytest
 from m1_single_request.output_events import Result
 from m1_single_request.trace_file import read_trace
 from m4_radix_cache import demo_tour as m4_tour
-from m5_chunked_prefill_spec import LLMEngine, SamplingParams, SpeculativeConfig, TraceConfig, demo, demo_tour
+from m5_chunked_prefill_spec import SpeculativeConfig, demo, demo_tour
 from m5_chunked_prefill_spec.demo_tour import timeline
 from m5_chunked_prefill_spec.views.token_origins import Token, TokenOrigins, coloured, legend
 from tests.m5_chunked_prefill_spec.event_examples import VERIFIED
@@ -185,11 +185,3 @@ def test_a_token_s_origin_is_read_from_the_trace() -> None:
     read(replace(VERIFIED, accepted=2, tokens=(7, 8, 9))), read(result(7))  # a stop came in between
     origins = [token.origin for token in view.tokens["b"]]
     assert origins == ["own", "accepted", "corrected", "accepted", "accepted", "bonus", "accepted"]
-
-
-def test_in_the_trace_of_several_engines_the_origins_are_those_of_the_last_one() -> None:
-    view = TokenOrigins()
-    for num_tokens in (9, 4):
-        with LLMEngine(trace_config=TraceConfig(readers=(view,))) as engine:
-            engine.generate([5, 6, 7], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
-    assert [len(tokens) for tokens in view.tokens.values()] == [4]

@@ -110,7 +110,7 @@ ENDS: list[tuple[Callable[..., Case], int | None, set[str]]] = [
 ]
 
 
-@pytest.mark.sample(56)
+@pytest.mark.sample(28)
 @each_quality
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("end", "number", "reasons"), ENDS)

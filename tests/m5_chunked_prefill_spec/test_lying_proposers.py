@@ -18,7 +18,6 @@ from m1_single_request.outputs import RequestOutput
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec import LLMEngine, PartError
 from m5_chunked_prefill_spec.speculative.spec_info import UNKNOWN
-from m5_chunked_prefill_spec.speculative.speculation import Speculation
 from tests.m5_chunked_prefill_spec.engines import (
     VOCAB_SIZE,
     MakeEngine,
@@ -195,15 +194,3 @@ def test_a_proposer_that_lies_once_is_asked_again_for_later_ones(make_engine: Ma
     submit(engine)
     check_plain(run(engine), m1, list(PROMPTS))
     assert count > 3
-
-
-def test_a_part_that_decides_how_much_is_guessed_and_fails_ends_all_requests(make_engine: MakeEngine) -> None:
-    class Broken(Speculation):
-        def propose(self, reqs: Sequence[Req], max_draft_tokens: int) -> list[list[int]]:
-            raise KeyError("speculation")
-
-    engine = make_engine({"speculation": Broken}, **setting(method="ngram"))
-    submit(engine)
-    outputs = run(engine)
-    assert outputs.keys() == PROMPTS.keys()
-    assert all("the part 'speculation' (Broken)" in str(output.error) for output in outputs.values())

@@ -12,10 +12,9 @@ import pytest
 
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m5_chunked_prefill_spec import ConfigError, PartError
-from m5_chunked_prefill_spec.batch_composer import DecodeFirst, PrefillFirst, Work
+from m5_chunked_prefill_spec.batch_composer import Work
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
-from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from tests.m5_chunked_prefill_spec.engines import (
     Guessing,
     MakeEngine,
@@ -35,25 +34,6 @@ ASKED = {"a": (ids(3), greedy(9)), "b": (ids(30, 60), greedy(6)), "c": (ids(2, 4
 def test_a_proposer_that_nobody_would_ask_is_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match="the part 'proposer' has no effect"):
         make_engine({"proposer": Guessing}, **setting())
-
-
-def test_a_composer_of_ones_own_fills_the_steps(make_engine: MakeEngine, m1: Remembered) -> None:
-    """Prompts in every second step."""
-    steps: list[str] = []
-
-    class Alternating:
-        def __init__(self, config: Any, costs: Any) -> None:
-            self.schedules = [DecodeFirst(), PrefillFirst()]
-
-        def compose(self, work: Work) -> ScheduleBatch | None:
-            batch = self.schedules[len(steps) % 2].compose(work)
-            steps.append("" if batch is None else batch.forward_mode.name)
-            return batch
-
-    engine = make_engine({"composer": Alternating}, **setting(4, 8))
-    submit(engine, ASKED)
-    check_answers(run(engine), m1, ASKED)
-    assert {"EXTEND", "DECODE", "MIXED"} <= set(steps)
 
 
 def test_a_composer_that_lets_nobody_run_ends_everybody(make_engine: MakeEngine) -> None:

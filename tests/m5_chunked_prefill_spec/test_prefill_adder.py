@@ -206,12 +206,3 @@ def test_the_trace_says_that_memory_cut_a_prompt(page_size: int, num_free_pages:
     adder = make_adder(cache, running, ratio=1.0, tokens=20, tracer=tracer)
     assert adder.add_chunked_req(req) is (OTHER if given else NO_TOKEN)
     assert [(cut.given, cut.bound_by) for cut in recorder.events("chunk_cut")] == [(given, "memory")] * bool(given)
-
-
-def test_the_trace_has_the_budget_by_which_whoever_was_cut_was_let_in() -> None:
-    cache, tracer = make_cache(num_pages=100), Tracer()
-    recorder = Recorder(tracer)
-    add(make_adder(cache, tokens=32, tracer=tracer), make_req(1, [7] * 60, max_tokens=5))
-    assert recorder.kinds() == ["chunk_cut", "admit"]
-    (admit,) = recorder.events("admit")
-    assert (admit.extend, admit.need, admit.rem_total, admit.rem_input, admit.result) == (32, 65, 100, 32, "other")

@@ -172,14 +172,6 @@ def test_who_shares_the_step_changes_nothing(names: list[str], greedy: int, prob
         assert verify(info_of(req), guesses[own], drawn_from[own] if probs else None) == together[own]
 
 
-def test_the_same_seed_draws_the_same_and_another_one_something_else() -> None:
-    info = copies_of(kind("plain"), 200)
-    guesses, drawn_from = drafts_from(DRAFT, info)
-    runs = verify(info, guesses, drawn_from)
-    assert verify(copies_of(kind("plain"), 200), guesses, drawn_from) == runs
-    assert verify(copies_of(kind("plain"), 200, first_seed=200), guesses, drawn_from) != runs
-
-
 # --- one guess --------------------------------------------------------------------------------------------------------
 
 
@@ -187,12 +179,6 @@ def decided(p: Sequence[float], q: Sequence[float], guess: int, num_rows: int = 
     """What stands in the place of `guess`, drawn from `q`, for so many seeds."""
     rows = torch.tensor([p, q])[:, None].expand(-1, num_rows, -1)
     return decide(rows[0], rows[1], [guess] * num_rows, list(range(num_rows)), [5] * num_rows)
-
-
-def test_a_guess_that_was_sure_is_kept_as_often_as_the_target_says_it() -> None:
-    found = decided([0.3, 0.5, 0.2, 0.0], [1.0, 0.0, 0.0, 0.0], 0, 20_000)
-    shares = [found.count(token_id) / len(found) for token_id in range(VOCAB)]
-    assert shares == pytest.approx([0.3, 0.5, 0.2, 0.0], abs=0.01)
 
 
 def test_a_guess_stands_where_the_draft_had_less_than_the_target_and_is_replaced_there_only() -> None:
@@ -225,14 +211,14 @@ def large_distributions(device: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_large_vocabulary_is_verified_the_same_a_hundred_times(device: str) -> None:
+def test_a_large_vocabulary_is_verified_the_same_every_time(device: str) -> None:
     p, q = large_distributions(device)
     assert (p.double().sum(dim=-1) - 1).abs().max() < 1e-5
     numbers = [100, 5], [3, 3], [8, 9]
     guesses = q.argmax(dim=-1).tolist()
     first = [decide(p, q, guesses, seeds, [5, 6]) for seeds in numbers]
     assert len({tuple(each) for each in first}) > 1, "some guess is replaced"
-    for repeat in range(100):
+    for repeat in range(30):
         seeds = numbers[repeat % 3]
         assert decide(p, q, guesses, seeds, [5, 6]) == first[repeat % 3]
         if repeat % 10 == 0:
@@ -254,10 +240,3 @@ def test_what_replaces_a_guess_has_more_probability_than_the_guess_had() -> None
     p[:, [9, 77_777]], q[:, [9, 88_888]] = torch.tensor([0.25, 0.75]), torch.tensor([0.25, 0.75])
     found = decide(p, q, [88_888] * 20, list(range(20)), [5] * 20)
     assert set(found) == {77_777}
-
-
-def test_the_draws_of_a_position_are_independent_of_one_another() -> None:
-    numbers = [stream_draws(range(10_000), [5] * 10_000, stream) for stream in range(4)]
-    for a in range(4):
-        for b in range(a):
-            assert abs(((numbers[a] - 0.5) * (numbers[b] - 0.5)).mean()) < 0.003

@@ -106,26 +106,6 @@ def test_the_next_piece_goes_before_whoever_waits_and_newcomers_take_what_it_lea
     bed.drain()
 
 
-# --- decodes first ----------------------------------------------------------------------------------------------------
-
-
-def test_the_worked_example() -> None:
-    """Two decode, a prompt of 60 tokens comes: 2 + 30, 2 + 30, then three decode."""
-    bed = make_pieces_bed(max_num_batched_tokens=32, tensors=True, trace=True)
-    bed.add(9, max_tokens=9), bed.add(3, max_tokens=9), bed.step()
-    bed.add(60, max_tokens=3)
-    assert bed.step().output.num_scheduled_tokens == {"r2": 30, "r0": 1, "r1": 1}
-    assert bed.step().output.num_scheduled_tokens == {"r2": 30, "r0": 1, "r1": 1}
-    assert bed.step().output.num_scheduled_tokens == {"r2": 1, "r0": 1, "r1": 1}
-    assert modes(bed) == "EMMD"
-    batch = bed.events("batch")[1]
-    assert (batch.mode, batch.rids, batch.num_prompts, batch.chunked) == ("mixed", ("r2", "r0", "r1"), 1, "r2")
-    assert (batch.extend_lens, batch.prefix_lens, batch.seq_lens) == ((30, 1, 1), (0, 9, 3), (30, 10, 4))
-    assert (batch.total_tokens, batch.budget, batch.counters()["prompt tokens"]) == (32, 32, 30)
-    assert batch.explain().startswith("Mixed batch: 2 decodes + 30 tokens of 1 prompt = 32 of at most 32 tokens.")
-    bed.drain()
-
-
 # --- what is shared ---------------------------------------------------------------------------------------------------
 
 
@@ -161,19 +141,3 @@ def test_strangers_with_the_same_prefix_wait_for_the_prompt_that_is_being_comple
     assert bed.step().output.prompts == {"r0": 18, "r2": 2}, "r2 shares nothing"
     assert bed.step().output.prompts["r1"] == 2
     bed.drain()
-
-
-def test_under_fcfs_strangers_do_not_wait() -> None:
-    bed = make_pieces_bed(max_num_batched_tokens=20, page_size=4)
-    bed.add(24, max_tokens=2), bed.step()
-    bed.add(24, same_as="r0", max_tokens=2)
-    assert bed.step().output.prompts == {"r0": 4, "r1": 4}
-    bed.drain()
-
-
-def test_cached_tokens_of_a_request_in_pieces_are_those_that_others_computed() -> None:
-    bed = make_pieces_bed(page_size=4, max_num_batched_tokens=16)
-    bed.add(20, max_tokens=1), bed.drain()
-    bed.add(60, same_as="r0", max_tokens=1), bed.drain()
-    assert bed.pieces_of("r1") == [16, 16, 8]
-    assert bed.reqs["r1"].cached_tokens == bed.scheduler.num_cached_tokens == 20, "not its own pieces"

@@ -115,8 +115,7 @@ def verify(
 LOGITS = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2)) + 9 * torch.eye(VOCAB)[BEST]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("temperature", [0.0, 0.1])
+@pytest.mark.parametrize(("value", "temperature"), [(float("nan"), 0.0), (float("-inf"), 0.1)])
 @pytest.mark.parametrize("row", range(4))
 @pytest.mark.parametrize(("guesses", "num_looked_at"), [([3, 1, 4], 4), ([3, 1, 0], 3), ([0, 1, 4], 1)])
 def test_a_broken_row_ends_its_own_request_if_it_counts_and_nobody_otherwise(
@@ -154,7 +153,7 @@ def test_settings_that_forbid_every_token_end_their_request_if_the_row_counts(
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_logprobs", [0, 1, 3, VOCAB])
+@pytest.mark.parametrize("num_logprobs", [0, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("is_drawn", [False, True])
 @pytest.mark.parametrize("guesses", [[3, 1, 4], [3, 1, 0], [0, 1, 4]])
@@ -178,26 +177,6 @@ def test_log_probabilities_are_those_of_the_untouched_logits_whoever_chose_the_t
         assert row.logprobs == pytest.approx((float(raw[offset, token_id]), *best.tolist()), abs=1e-6)
         rank = 1 + int((raw[offset] > raw[offset, token_id]).sum())
         assert row.ranks == (rank, *range(1, num_logprobs + 1))
-
-
-def test_log_probabilities_go_with_the_token_that_stands_there_not_with_the_targets_own_draw() -> None:
-    """Where all tokens are likely, a drawn guess that is kept, or what replaces it, is seldom that draw."""
-    flat = torch.randn(4 * 50, VOCAB, generator=torch.Generator().manual_seed(4)) / 2
-    info = info_of(*(row_of(seed, temperature=1.0, logprobs=2) for seed in range(50)), vocab_size=VOCAB)
-    guesses = [[seed % VOCAB, (seed + 3) % VOCAB, 5] for seed in range(50)]
-    drafts = Drafts(guesses, torch.full((150, VOCAB), 1 / VOCAB))
-    sampled = make_sampler()([str(i) for i in range(50)], info, flat, [4] * 50, drafts)
-    own = Sampler()(flat, metadata_of_rows(info, [4] * 50, guesses)).token_ids
-    raw, others = flat.log_softmax(-1), 0
-    for i, (run, rows) in enumerate(zip(sampled.sampled_token_ids, sampled.logprobs, strict=True)):
-        for place, (token_id, row) in enumerate(zip(run, rows, strict=True), start=4 * i):
-            assert row is not None and len(row.token_ids) == 3
-            assert (row.token_ids[0], row.logprobs[0]) == (
-                token_id,
-                pytest.approx(float(raw[place, token_id]), abs=1e-6),
-            )
-            others += token_id != own[place]
-    assert others > 50, "what stands there is another token than the target's own draw"
 
 
 def test_the_trace_hears_of_the_tokens_that_a_request_gets_and_of_no_other() -> None:
