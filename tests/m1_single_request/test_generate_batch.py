@@ -19,7 +19,7 @@ from m1_single_request import (
     SamplingParams,
     llm_engine,
 )
-from tests.m1_single_request.engines import greedy
+from tests.m1_single_request.engines import drain, greedy
 
 PROMPTS: list[Any] = ["one", [7, 8, 9], "three", "one"]
 
@@ -73,6 +73,13 @@ def test_a_batch_that_makes_no_sense_raises_before_anything_changes(
         engine.generate_batch(prompts, params)
     assert not engine.has_unfinished_requests()
     assert engine.generate("a", greedy(1)).request_id == "req-0"
+
+
+def test_a_batch_runs_beside_other_requests(engine: LLMEngine) -> None:
+    mine = engine.add_request("mine", greedy(9))
+    outputs = engine.generate_batch(["one", "two"], greedy(3))
+    assert mine not in outputs and len(outputs) == 2
+    assert drain(engine)[mine].token_ids == engine.generate("mine", greedy(9)).token_ids
 
 
 # --- the progress bar -------------------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ KEPT: list[tuple[list[float], dict[str, Any], set[int]]] = [
     (FOUR, {"min_p": 0.6, "top_p": 0.5}, {0}),
     # temperature acts before the filters
     (FOUR, {"top_p": 0.38, "temperature": 2.0}, {0, 1}),
+    (FOUR, {"min_p": 0.3, "temperature": 2.0}, {0, 1, 2, 3}),
 ]
 
 
@@ -147,6 +148,13 @@ def test_a_token_of_probability_zero_is_never_drawn_even_at_the_ends(filters: di
     ):
         (token,) = sample_at(logits, row(temperature=1.0, **filters), [uniform])
         assert exact_distribution(logits, SamplingParams(temperature=1.0, **filters))[token] > 0
+
+
+@pytest.mark.usefixtures("way")
+def test_the_extreme_numbers_draw_the_first_and_the_last_possible_token() -> None:
+    logits = [-math.inf, 0.0, 1.0, 2.0, -math.inf]
+    assert sample_at(logits, row(temperature=1.0), [0.0, LARGEST_UNIFORM]) == (1, 3)
+    assert sample_at(logits, row(temperature=1.0, top_k=2), [0.0, LARGEST_UNIFORM]) == (2, 3)
 
 
 @pytest.mark.usefixtures("way")

@@ -32,6 +32,14 @@ def forked(*, num_tokens: int, num_blocks: int = 8, host: int = 0) -> KVCacheMan
     return kv
 
 
+def test_only_requests_at_the_end_of_a_block_or_in_a_shared_one_need_a_block() -> None:
+    kv = manager()
+    kv.reserve("a", 4), kv.reserve("b", 5), kv.reserve("c", 8)
+    assert kv.in_need([("c", 9), ("b", 6), ("a", 5)]) == [("c", 9), ("a", 5)]
+    kv.fork("b", "d", 5)
+    assert kv.in_need([("b", 6), ("d", 6)]) == [("b", 6), ("d", 6)]
+
+
 # --- room for tokens --------------------------------------------------------------------------------------------------
 
 
@@ -43,6 +51,30 @@ def test_what_a_caller_does_to_the_answers_changes_no_owner() -> None:
     kv.block_ids("a").append(7), kv.owned()["a"].append(7), kv.swapped()["b"].append(7)
     assert kv.owned() == {"a": [1]} and kv.swapped() == {"b": [0]}
     kv.check_invariants()
+
+
+def test_the_first_to_write_into_a_shared_block_gets_a_copy_and_the_last_one_needs_none() -> None:
+    kv = forked(num_tokens=5)
+    kv.fork("a", "c", 5)
+    assert [kv.num_needed(name, 6) for name in "bc"] == [1, 1] and kv.num_needed("a", 7) == 1
+    assert kv.num_needed_together([("a", 7), ("b", 6), ("c", 6)]) == 2 == kv.num_needed_together([("b", 6), ("c", 6)])
+    assert kv.reserve("b", 6) == [3] and kv.block_ids("b") == [1, 3]
+    assert kv.num_needed_together([("a", 7), ("b", 7), ("c", 6)]) == 1
+    assert kv.num_needed_together([("a", 9), ("b", 12), ("c", 6)]) == 3, "two new blocks and a copy"
+    assert kv.reserve("a", 7) == [4] and kv.block_ids("a") == [1, 4]
+    assert kv.num_needed("c", 6) == 0 and kv.reserve("c", 6) == [] and kv.block_ids("c") == [1, 2]
+    assert kv.take_moves() == ([], [], [(2, 3), (2, 4)])
+    assert kv.take_moves() == ([], [], []), "moves are taken once"
+
+
+def test_a_copy_of_a_block_that_is_itself_to_be_copied_comes_from_where_the_data_is() -> None:
+    kv = forked(num_tokens=5)
+    kv.reserve("b", 6)
+    kv.fork("b", "c", 5)
+    kv.fork("c", "d", 5)
+    kv.reserve("c", 6), kv.reserve("d", 6)
+    assert (kv.block_ids("b"), kv.block_ids("c"), kv.block_ids("d")) == ([1, 3], [1, 4], [1, 5])
+    assert kv.take_moves().copies == [(2, 3), (2, 4), (2, 5)]
 
 
 # --- fork and copy on write -------------------------------------------------------------------------------------------
@@ -68,6 +100,31 @@ def test_a_fork_of_what_is_not_there_is_a_bug_of_ours() -> None:
     kv.swap_out("a")
     with pytest.raises(AssertionError):
         kv.fork("a", "c", 1)
+
+
+def test_a_swapped_request_owns_host_blocks_and_comes_back_to_any_others() -> None:
+    kv = manager(3, host=4)
+    kv.reserve("a", 6), kv.reserve("b", 4)
+    assert kv.swap_out("a")
+    assert kv.is_swapped("a") and not kv.is_swapped("b") and not kv.is_swapped("nobody")
+    assert kv.owned() == {"b": [3]} and kv.swapped() == {"a": [0, 1]} and kv.num_free == 2
+    assert kv.take_moves() == ([], [(1, 0), (2, 1)], [])
+    assert kv.reserve("b", 5) == [1]
+    assert kv.num_needed("a", 6) == 2 and not kv.can_hold("a", 6)
+    kv.release("b")
+    assert kv.num_needed("a", 9) == 3 and kv.num_needed("a", 1) == 2
+    kv.swap_in("a")
+    assert kv.owned() == {"a": [2, 3]} and kv.swapped() == {} and not kv.is_swapped("a")
+    assert kv.take_moves() == ([(0, 2), (1, 3)], [], [])
+    assert kv.reserve("a", 8) == [] and kv.reserve("a", 9) == [1]
+
+
+def test_a_copy_that_is_swapped_out_before_it_is_made_comes_from_its_source() -> None:
+    """Swaps come before copies."""
+    kv = forked(num_tokens=5, host=2)
+    kv.reserve("b", 6)
+    kv.swap_out("b")
+    assert kv.take_moves() == ([], [(1, 0), (2, 1)], [])
 
 
 # --- swap -------------------------------------------------------------------------------------------------------------
