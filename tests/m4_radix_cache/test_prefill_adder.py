@@ -15,6 +15,7 @@ from m4_radix_cache.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, Pref
 from m4_radix_cache.request import Req
 from tests.m4_radix_cache.caches import allocator_of, make_cache
 from tests.m4_radix_cache.reqs import fill, make_req
+from tests.support.engines import Recorder
 
 CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER
 PLENTY = 10**6
@@ -203,6 +204,17 @@ def allocate(cache: BasePrefixCache, reqs: Sequence[Req]) -> int:
     return needed
 
 
+@pytest.mark.parametrize(("length", "is_admitted"), [(15, True), (16, True), (17, False)])
+def test_a_request_alone_at_its_end_may_fill_the_memory(length: int, is_admitted: bool) -> None:
+    """It filled the memory before; to wait for more would be to wait for ever."""
+    cache = make_cache(page_size=4, num_pages=4)
+    adder = make_adder(cache)
+    req = make_req(1, [7] * (length - 5), outputs=[1] * 5, max_tokens=5, is_retracted=True)
+    assert add(adder, req) is NO_TOKEN
+    assert adder.can_run_list == [req] * is_admitted
+    assert allocate(cache, adder.can_run_list) == 16 * is_admitted
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +227,25 @@ def test_nobody_is_charged_for_more_than_4096_future_tokens() -> None:
     assert add(adder, make_req(1, [7], max_tokens=10**6)) is CONTINUE
     assert adder.rem_total_tokens == 4096 - 2
     assert add(adder, make_req(2, [7] * 2, max_tokens=10**6)) is NO_TOKEN
+
+
+def test_the_trace_has_the_budget_that_a_request_was_judged_by() -> None:
+    cache, tracer = make_cache(page_size=4, num_pages=25), Tracer()
+    recorder = Recorder(tracer)
+    fill(cache, [7] * 40)
+    adder = make_adder(cache, max_prefill_tokens=16, max_new_reqs=2, num_waiting=5, tracer=tracer)
+    add(adder, make_req(1, [7] * 20 + [1] * 5, outputs=[2], max_tokens=10, is_retracted=True))
+    add(adder, make_req(2, [8] * 60, max_tokens=10))
+    add(adder, make_req(3, [8] * 9, max_tokens=1))
+    add(adder, make_req(4, [8], max_tokens=1))
+    add(adder, make_req(5, [8], max_tokens=1))
+    assert recorder.kinds() == ["admit", "not_admitted", "not_admitted", "admit", "not_admitted"]
+    first, *_ = recorder.events("admit")
+    assert (first.cur_rem, first.rem_total, first.rem_input, first.need, first.num_waiting) == (80, 80, 16, 15, 4)
+    refused = [(event.rid, event.limit, event.needed, event.available) for event in recorder.events("not_admitted")]
+    assert refused == [
+        ("r2", "memory", 70, 62), ("r3", "max_num_batched_tokens", 9, 8), ("r5", "max_num_seqs", 3, 2),
+    ]  # fmt: skip
 
 
 # --- how much is expected ---------------------------------------------------------------------------------------------

@@ -39,6 +39,16 @@ def test_slots_that_are_no_whole_pages_of_the_key_are_our_bug(cache: RadixCache,
         cache.insert(RadixKey(A), np.arange(4, 4 + num_slots))
 
 
+def test_the_upper_node_inherits_locks_hits_and_priority_and_is_new(cache: RadixCache) -> None:
+    put(cache, A + B, priority=3)
+    lower = find(cache, A + B).last_device_node
+    cache.inc_lock_ref(lower)
+    cache.record_hit(lower)
+    upper = find(cache, A).last_device_node
+    assert (upper.lock_ref, upper.hit_count, upper.priority) == (1, 1, 3)
+    assert upper.creation_time > lower.creation_time and upper.last_access_time == lower.last_access_time
+
+
 # --- evict ------------------------------------------------------------------------------------------------------------
 
 

@@ -90,6 +90,15 @@ def test_common_tokens_are_drawn_once_with_a_branch_for_each_continuation() -> N
     assert [line.split('"')[1] for line in lines if '"' in line] == [decoded(COMMON), decoded(LEFT), decoded(RIGHT)]
 
 
+def test_slots_that_are_not_neighbours_are_listed_in_ranges() -> None:
+    cache, view = viewed(page_size=1, num_pages=16)
+    allocator = cache.token_to_kv_pool_allocator
+    slots = allocator.alloc(14)
+    allocator.free(slots[1::2])  # 7 stay, with a gap behind each
+    put(cache, ids(9))
+    assert "slots 15-16 2 4 and 5 more" in drawn(view)[2]
+
+
 def test_tenants_have_branches_under_their_salts() -> None:
     cache, view = viewed()
     put(cache, COMMON)
