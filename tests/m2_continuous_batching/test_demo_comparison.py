@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from m2_continuous_batching import EngineError, SamplingParams, demo_tour
+from m2_continuous_batching import EngineError, SamplingParams
 from m2_continuous_batching.demo_tour import ROUNDS, Run, compare, conclusion, make_workload, run, same_answers
 from tests.m2_continuous_batching.engines import EXECUTIONS, MakeEngine, failing_runner, greedy, limits
 
@@ -44,14 +44,6 @@ def test_a_group_lasts_as_long_as_its_longest_answer(execution: str, make_engine
     assert first[0] < first[2] < first[1], "a short answer ends before the long one"
 
 
-def test_the_fastest_round_counts(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    slow, fast = (replace(a_run(1, own, (number,)), stats=[engine.stats()]) for number, own in ((1, 2.0), (2, 1.0)))
-    rounds = iter([slow, fast])
-    monkeypatch.setattr(demo_tour, "run", lambda *args: next(rounds))
-    assert compare(WORKLOAD, {"way": (engine, 1)}, Console(file=io.StringIO()))["way"].token_ids == [(2,)]
-
-
 def test_a_failed_request_ends_the_comparison(make_engine: MakeEngine) -> None:
     runner = failing_runner(RuntimeError("it broke"), rid="req-1", position=0)
     with pytest.raises(EngineError, match="it broke"):
@@ -75,13 +67,6 @@ def test_drawn_answers_have_a_seed_so_that_only_rounding_differs(make_engine: Ma
     assert len({own.seed for _, own in workload}) == 7, "no two requests draw the same numbers"
     runs = {str(size): run(engine, workload, size) for size in (1, 7)}
     assert "are the same" in same_answers(*(own.token_ids for own in runs.values()))
-
-
-@pytest.mark.parametrize(("longest_prompt", "max_tokens"), [(1, 1), (2, 3), (400, 1)])
-def test_a_small_workload_keeps_its_limits(longest_prompt: int, max_tokens: int) -> None:
-    params = SamplingParams(max_tokens=max_tokens)
-    for prompt, own in make_workload(9, [1, 2, 3], params, longest_prompt=longest_prompt):
-        assert 1 <= len(prompt) <= longest_prompt and 1 <= own.max_tokens <= max_tokens
 
 
 def test_the_difference_is_put_in_words() -> None:

@@ -28,14 +28,9 @@ PACKAGES = [m3_paged_attention, m4_radix_cache, m5_chunked_prefill_spec, m6_mult
     [
         (8, QWEN3_06B, 40_960, 72, 2048),  # a laptop's GPU: 8 GiB / (1,024 x 112 KiB) = 73.1
         (8, LLAMA_7B, 4096, 16, 2048),  # it has no room for the model at all, and says so when it is loaded
-        (16, QWEN3_06B, 256, 256, 2048),  # short requests
         (24, QWEN3_8B, 40_960, 168, 2048),
-        (31.8, TINY, 2048, 256, 2048),
         (40, QWEN3_8B, 40_960, 256, 4096),
-        (64, QWEN3_8B, 40_960, 256, 8192),
         (79.2, QWEN3_8B, 40_960, 512, 8192),  # H100
-        (79.2, LLAMA_7B, 4096, 152, 8192),
-        (140, QWEN3_8B, 40_960, 512, 8192),  # H200
         (179, QWEN3_8B, 40_960, 512, 16_384),  # B200
     ],
 )

@@ -132,13 +132,10 @@ def default_budget(name: str, *, max_model_len: int, max_num_seqs: int = 16, num
     ("name", "positions", "seqs", "gib", "tokens"),
     [
         ("0.6B", 40_960, 16, 24, 37_440),  # 4 GiB, in pages of 16 tokens of 112 KiB; block 0 comes on top
-        ("1.7B", 40_960, 16, 16, 37_440),
         ("8B", 40_960, 16, 24, 29_120),
-        ("VL-2B", 262_144, 16, 24, 37_440),
         ("0.6B", 40_960, 16, 8, 18_720),  # a quarter of the machine's memory
         ("0.6B", 40_960, 16, 1, 4_656),  # 512 MiB, block 0 included
         ("8B", 8192, 1, 64, 8192),  # no more than the requests need
-        ("8B", 8192, 2, 64, 16_384),
         ("8B", 8192, 3, 64, 24_576),
     ],
 )

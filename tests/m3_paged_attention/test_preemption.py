@@ -11,7 +11,7 @@ from m3_paged_attention.preemption import FewestOutputsFirst
 from m3_paged_attention.request import Request
 from tests.testbed.bed import Step
 from tests.testbed.fakes import make_request
-from tests.testbed.paged import PagedBed, make_paged_bed
+from tests.testbed.paged import PagedBed, Squeezed, make_paged_bed
 
 BOTH_MODES = pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
 
@@ -78,6 +78,20 @@ def test_the_trace_names_the_victim_and_the_reason(swap: bool) -> None:
     assert bed.scheduler.num_preemptions == 1
     came_back = [event for event in bed.events("admit") if event.num_output_tokens]
     assert [(event.rid, event.how) for event in came_back] == [("r1", "swap_in" if swap else "prefill")]
+
+
+def test_two_requests_beyond_the_budget_come_back_in_two_steps_between_decodes() -> None:
+    bed = make_paged_bed(block_size=4, max_num_seqs=3, max_num_batched_tokens=4, kv_manager_class=Squeezed)
+    for _ in range(3):
+        bed.add(1, max_tokens=12)
+    for _ in range(6):
+        bed.step()
+    bed.scheduler.kv_manager.due = 2  # type: ignore[attr-defined]
+    bed.step()
+    assert bed.preempted() == ["r1", "r2"]
+    counts = [bed.step().counts for _ in range(4)]
+    assert counts == [{"r1": 7}, {"r0": 1, "r1": 1}, {"r2": 7}, {"r0": 1, "r1": 1, "r2": 1}]
+    bed.drain()
 
 
 # --- requests that cannot run -----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ otherwise be asked again in every step, and a row in the wrong place would becom
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,13 +66,9 @@ def test_a_policy_that_chooses_no_running_request_ends_all_requests_and_the_engi
 ORDERS: dict[str, Callable[[list[Any]], Any]] = {
     "raises": lambda waiting: {}["order"],
     "nothing": lambda waiting: None,
-    "no order": lambda waiting: waiting,
     "loses one": lambda waiting: Order(waiting[1:], []),
-    "loses all": lambda waiting: Order([], []),
     "names one twice": lambda waiting: Order([*waiting, waiting[0]], []),
-    "one in place of another": lambda waiting: Order([waiting[0]] * len(waiting), []),
     "asks and holds back": lambda waiting: Order(waiting, waiting[:1]),
-    "invents one": lambda waiting: Order([*waiting, SimpleNamespace(rid="ghost")], []),
     "takes them away": lambda waiting: Order([waiting.pop() for _ in waiting[1:]], []),
 }
 

@@ -23,17 +23,11 @@ ALL_CALLS = CALLS | {
 }
 WRONG = [
     ({"priority": "high"}, "priority='high' is not valid: Expected `int`, got `str`"),
-    ({"priority": 1.0}, "priority=1.0"),
     ({"priority": True}, "priority=True"),
-    ({"priority": None}, "priority=None"),
     ({"priority": 2**63}, "priority=9223372036854775808 is not valid: Expected `int` <= 9223372036854775807"),
-    ({"priority": -(2**63) - 1}, "priority=-9223372036854775809"),
     ({"priority": 10**5000}, "priority=a number of thousands of digits is not valid"),
-    ({"priority": [1]}, r"priority=\[1\]"),
     ({"cache_salt": ""}, "cache_salt='' must be valid text of 1 to 4,096 characters"),
     ({"cache_salt": 7}, "cache_salt=7"),
-    ({"cache_salt": b"tenant"}, "cache_salt=b'tenant'"),
-    ({"cache_salt": ["tenant"]}, r"cache_salt=\['tenant'\]"),
     ({"salt": "tenant"}, "salt= is unknown here: .*takes request_id, priority, cache_salt"),
     ({"priority": 1, "cache_salt": False}, "cache_salt=False"),
 ]

@@ -221,6 +221,33 @@ def test_a_deep_tree_is_no_deep_recursion(kind: str) -> None:
     assert numbers(make_policy("dfs-weight", cache).calc_priority(waiting)) == ([2, 1], [])
 
 
+@pytest.mark.parametrize(
+    ("page_size", "common", "waits"),
+    [(1, 31, False), (1, 32, True), (16, 47, True), (24, 47, False), (24, 48, True), (64, 63, False)],
+)
+def test_a_common_prefix_must_be_worth_a_round(page_size: int, common: int, waits: bool) -> None:
+    """At least 32 tokens, and of them only whole pages are shared."""
+    waiting = [make_req(1, [7] * common + [1] * 60), make_req(2, [7] * common + [2] * 60)]
+    order = make_policy("lpm", make_cache(page_size=page_size)).calc_priority(waiting)
+    assert numbers(order) == (([1], [2]) if waits else ([1, 2], []))
+
+
+@pytest.mark.parametrize(("cached", "waits"), [(16, True), (32, True), (33, False)])
+def test_whoever_hits_more_than_a_little_does_not_wait_for_the_rest(cached: int, waits: bool) -> None:
+    cache = make_cache(num_pages=2048)
+    fill(cache, [7] * cached)
+    waiting = [make_req(1, [7] * 100), make_req(2, [7] * 100)]
+    order = make_policy("lpm", cache).calc_priority(waiting)
+    assert numbers(order) == (([1], [2]) if waits else ([1, 2], []))
+
+
+def test_strangers_with_a_short_common_prompt_are_no_siblings() -> None:
+    waiting = [make_req(number, [7] * 5, parent_id=f"parent-{number}") for number in (1, 2)] + [make_req(3, [7] * 5)]
+    waiting += [make_req(4, [7] * 5)]
+    for policy in ("fcfs", "lpm"):
+        assert numbers(make_policy(policy, make_cache(page_size=4)).calc_priority(waiting)) == ([1, 2, 3, 4], [])
+
+
 # --- who waits a round ------------------------------------------------------------------------------------------------
 
 

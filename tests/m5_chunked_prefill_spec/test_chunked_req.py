@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from m3_paged_attention.errors import KVCapacityError
 from tests.testbed.pieces import PiecesBed, make_pieces_bed
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
@@ -141,3 +142,10 @@ def test_the_last_piece_may_leave_no_room_for_anybody_else(
     bed.add(length, max_tokens=3), bed.add(5, max_tokens=2)
     assert bed.drain() == {"r0": "length", "r1": "length"}
     assert bed.pieces_of("r0") == pieces
+
+
+def test_whoever_has_outgrown_the_memory_fails_alone() -> None:
+    bed = make_pieces_bed(num_tokens=24, max_num_batched_tokens=8, conservativeness=0, max_model_len=64)
+    bed.add(12, max_tokens=40), bed.add(12, max_tokens=3)
+    assert bed.drain() == {"r0": "error", "r1": "length"}
+    assert isinstance(bed.error_of("r0"), KVCapacityError) and len(bed.said("r0")) == 13

@@ -35,6 +35,13 @@ def test_between_two_sizes_and_beyond_the_last_one_runs_a_straight_line(num_toke
     assert TABLE.step(num_tokens) == expected
 
 
+def test_every_token_pays_for_the_tokens_before_it() -> None:
+    assert TABLE.step(4, context=4 * 500) == 1.0 + 0.5 * 2
+    assert TABLE.step(1, context=1000) - TABLE.step(1) == 0.5
+    assert TABLE.step(1, decode_context=1000) - TABLE.step(1) == 2.0
+    assert TABLE.step(1, 1000, 1000) - TABLE.step(1) == 2.5
+
+
 @given(tables(), st.integers(1, 400), st.integers(0, 10_000))
 def test_a_larger_step_never_costs_less(table: CostTable, num_tokens: int, context: int) -> None:
     assert 0 < table.step(num_tokens, context) <= table.step(num_tokens + 1, context)
@@ -64,25 +71,24 @@ def test_the_largest_piece_is_what_trying_all_of_them_finds(
     assert found == max(fitting, default=0)
 
 
+def test_nothing_fits_where_the_others_alone_take_too_long() -> None:
+    assert TABLE.largest(4.0, 64, others=17, decode_context=0, start=0) == 0
+    assert TABLE.largest(4.0, 64, others=15, decode_context=0, start=0) == 1
+    assert TABLE.largest(1e9, 0, others=1, decode_context=0, start=0) == 0
+
+
 # --- what is no table -------------------------------------------------------------------------------------------------
 
 NO_TABLES: dict[str, dict[str, Any]] = {
     "no sizes": {"num_tokens": (), "step_ms": ()},
-    "one size": {"num_tokens": (1,), "step_ms": (1.0,)},
     "not from 1 on": {"num_tokens": (2, 4)},
     "more sizes than costs": {"num_tokens": (1, 2, 4)},
-    "fewer sizes than costs": {"step_ms": (1.0, 2.0, 3.0)},
-    "sizes that stand still": {"num_tokens": (1, 1)},
     "sizes that fall": {"num_tokens": (1, 4, 2), "step_ms": (1.0, 2.0, 3.0)},
     "costs that fall": {"step_ms": (2.0, 1.0)},
     "a step that costs nothing": {"step_ms": (0.0, 1.0)},
-    "a negative cost": {"step_ms": (-1.0, 1.0)},
     "no number": {"step_ms": (1.0, float("nan"))},
-    "without end": {"step_ms": (1.0, float("inf"))},
     "words": {"step_ms": ("1", "2")},
     "a negative context": {"context_ms": -0.1},
-    "a negative context of decodes": {"decode_context_ms": -0.1},
-    "an endless context": {"context_ms": float("inf")},
     "no context at all": {"context_ms": None},
 }
 

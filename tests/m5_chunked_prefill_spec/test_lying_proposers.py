@@ -42,24 +42,17 @@ def honest(limits: Sequence[int]) -> list[list[int]]:
 WITHOUT_ROWS: dict[str, Says] = {
     "raises": lambda reqs, limits: {}["guess"],
     "nothing": lambda reqs, limits: None,
-    "a number": lambda reqs, limits: 7,
     "one row too few": lambda reqs, limits: honest(limits)[1:],
-    "one row too many": lambda reqs, limits: [*honest(limits), []],
-    "no rows": lambda reqs, limits: [],
     "fails on the way": lambda reqs, limits: (honest(limits)[i] if i == 0 else {}[i] for i in range(len(reqs))),
 }
 ROWS: dict[str, Says] = {
     "one more than it may": lambda reqs, limits: [[*own, 7] for own in honest(limits)],
-    "very many": lambda reqs, limits: [[7] * 5000 for _ in reqs],
     "without end": lambda reqs, limits: [repeat(7) for _ in reqs],
     "ids beyond the vocabulary": lambda reqs, limits: [[VOCAB_SIZE] * limit for limit in limits],
-    "negative ids": lambda reqs, limits: [[-5] * limit for limit in limits],
     "unknown ids where nobody makes them": lambda reqs, limits: [[UNKNOWN] * limit for limit in limits],
     "ids of thousands of digits": lambda reqs, limits: [[10**5000] * limit for limit in limits],
-    "fractions": lambda reqs, limits: [[7.0] * limit for limit in limits],
     "texts": lambda reqs, limits: ["7" * limit for limit in limits],
     "rows of nothing": lambda reqs, limits: [None for _ in reqs],
-    "lists in lists": lambda reqs, limits: [[[7]] * limit for limit in limits],
     "rows that fail on the way": lambda reqs, limits: [map({}.__getitem__, own) for own in honest(limits)],
 }
 
@@ -159,13 +152,11 @@ def taken_apart(reqs: Any, limits: Any) -> Any:
 
 FINE: dict[str, Says] = {
     "as many, and takes its lists apart": taken_apart,
-    "as many as it may": lambda reqs, limits: honest(limits),
     "something for who asked for none": lambda reqs, limits: [own or [7] for own in honest(limits)],
     "fewer": lambda reqs, limits: [own[:1] for own in honest(limits)],
     "none": lambda reqs, limits: [[] for _ in reqs],
     "numbers of numpy": lambda reqs, limits: [np.full(limit, 7) for limit in limits],
     "one after the other": lambda reqs, limits: (iter([7] * limit) for limit in limits),
-    "what it was given": lambda reqs, limits: [list(limits[:limit]) for limit in limits],
     "the largest id": lambda reqs, limits: [[VOCAB_SIZE - 1, 0][:limit] for limit in limits],
 }
 

@@ -141,3 +141,11 @@ def test_strangers_with_the_same_prefix_wait_for_the_prompt_that_is_being_comple
     assert bed.step().output.prompts == {"r0": 18, "r2": 2}, "r2 shares nothing"
     assert bed.step().output.prompts["r1"] == 2
     bed.drain()
+
+
+def test_cached_tokens_of_a_request_in_pieces_are_those_that_others_computed() -> None:
+    bed = make_pieces_bed(page_size=4, max_num_batched_tokens=16)
+    bed.add(20, max_tokens=1), bed.drain()
+    bed.add(60, same_as="r0", max_tokens=1), bed.drain()
+    assert bed.pieces_of("r1") == [16, 16, 8]
+    assert bed.reqs["r1"].cached_tokens == bed.scheduler.num_cached_tokens == 20, "not its own pieces"

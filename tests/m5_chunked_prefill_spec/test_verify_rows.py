@@ -179,6 +179,26 @@ def test_log_probabilities_are_those_of_the_untouched_logits_whoever_chose_the_t
         assert row.ranks == (rank, *range(1, num_logprobs + 1))
 
 
+def test_log_probabilities_go_with_the_token_that_stands_there_not_with_the_targets_own_draw() -> None:
+    """Where all tokens are likely, a drawn guess that is kept, or what replaces it, is seldom that draw."""
+    flat = torch.randn(4 * 50, VOCAB, generator=torch.Generator().manual_seed(4)) / 2
+    info = info_of(*(row_of(seed, temperature=1.0, logprobs=2) for seed in range(50)), vocab_size=VOCAB)
+    guesses = [[seed % VOCAB, (seed + 3) % VOCAB, 5] for seed in range(50)]
+    drafts = Drafts(guesses, torch.full((150, VOCAB), 1 / VOCAB))
+    sampled = make_sampler()([str(i) for i in range(50)], info, flat, [4] * 50, drafts)
+    own = Sampler()(flat, metadata_of_rows(info, [4] * 50, guesses)).token_ids
+    raw, others = flat.log_softmax(-1), 0
+    for i, (run, rows) in enumerate(zip(sampled.sampled_token_ids, sampled.logprobs, strict=True)):
+        for place, (token_id, row) in enumerate(zip(run, rows, strict=True), start=4 * i):
+            assert row is not None and len(row.token_ids) == 3
+            assert (row.token_ids[0], row.logprobs[0]) == (
+                token_id,
+                pytest.approx(float(raw[place, token_id]), abs=1e-6),
+            )
+            others += token_id != own[place]
+    assert others > 50, "what stands there is another token than the target's own draw"
+
+
 def test_the_trace_hears_of_the_tokens_that_a_request_gets_and_of_no_other() -> None:
     tracer = Tracer()
     recorder = Recorder(tracer)
