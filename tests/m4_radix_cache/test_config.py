@@ -13,23 +13,6 @@ from tests.m4_radix_cache.engines import MakeEngine, setting
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
 
 
-def test_what_is_right_is_accepted() -> None:
-    for values in (
-        {"max_total_tokens": 16},
-        {"kv_cache_memory_bytes": 1},
-        {"gpu_memory_utilization": 1},
-        {"debug": True},
-    ):
-        assert CacheConfig(**values)
-    assert CacheConfig(page_size=1, max_total_tokens=1).num_blocks == 1
-    assert CacheConfig(max_total_tokens=47).num_blocks == 2, "whole pages"
-    assert CacheConfig().num_blocks is None
-    for conservativeness in (0, 0.5, 100):
-        assert SchedulerConfig(schedule_conservativeness=conservativeness)
-    for eviction in EVICTION_POLICIES:
-        assert CacheConfig(eviction_policy=eviction)
-
-
 @pytest.mark.parametrize(
     ("prefix_cache", "reason"), [("hash", "evicts by lru only"), ("chunk", "keeps nothing that could be evicted")]
 )

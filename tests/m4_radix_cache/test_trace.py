@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from m4_radix_cache import LLMEngine
-from tests.events.milestones import MILESTONES, event_classes
-from tests.m4_radix_cache.engines import MakeEngine, check_flushed, greedy, ids, run, scheduler_of, setting
+from tests.m4_radix_cache.engines import MakeEngine, greedy, ids, run, scheduler_of, setting
 from tests.m4_radix_cache.event_examples import ADMIT, AUDIT, BATCH, EVICTED, MATCHED, ORDER, RETRACT
 from tests.support.traces import fields, traced
 
@@ -142,21 +141,3 @@ def test_without_debug_nothing_is_audited(make_engine: MakeEngine) -> None:
     engine, recorder = traced(make_engine, **setting(2, debug=False))
     engine.generate(ids(6), greedy(3))
     assert recorder.events("audit") == [] and len(recorder.events("step_done")) == 3
-
-
-# --- readers, and nobody who reads ------------------------------------------------------------------------------------
-
-
-def test_without_a_reader_no_event_is_built(
-    make_engine: MakeEngine, cache: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def built(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError(f"{type(self).__name__} was built")
-
-    engine = make_engine(**setting(3, cache=cache, **CROWDED))
-    for event_class in (one for milestone in MILESTONES for one in event_classes(milestone)):
-        monkeypatch.setattr(event_class, "__init__", built)
-    crowd(engine)
-    run(engine)
-    assert engine.stats().num_retractions > 0
-    check_flushed(engine)
