@@ -1,7 +1,5 @@
 """What the runner gets: rows out of a decision, and padded tensors out of rows."""
 
-import dataclasses
-
 import torch
 from hypothesis import given, strategies as st
 
@@ -26,12 +24,6 @@ MIXED = SchedulerOutput(
     7,
     frozenset(),
 )
-
-
-def test_two_messages_share_no_column() -> None:
-    messages = CachedRequestData(), CachedRequestData()
-    columns = [getattr(one, field.name) for one in messages for field in dataclasses.fields(one)]
-    assert columns == [[]] * 10 and len({id(column) for column in columns}) == 10
 
 
 def test_prefills_come_first_then_decodes() -> None:
