@@ -51,13 +51,15 @@ class ModelConfig:
 
     def torch_device(self) -> torch.device:
         """Return the torch device that `device` names. Raises `ConfigError` if this machine lacks it."""
-        name: Any = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        name: Any = self.device if isinstance(self.device, str | torch.device) else "meta"
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            device = torch.device(name if isinstance(name, str | torch.device) else "meta")
+            device = torch.device(name)
         except (RuntimeError, ValueError):  # an unknown name, no valid Unicode
             device = torch.device("meta")
         if device.type not in ("cpu", "cuda") or str(device) != str(name):  # to torch cuda:256 is cuda:0
-            raise ConfigError(f"device={shown(name)} is not supported: use auto, cpu or cuda")
+            raise ConfigError(f"device={shown(self.device)} is not supported: use auto, cpu or cuda")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device={shown(name)}: torch finds {torch.cuda.device_count()} CUDA devices here")
         return device
