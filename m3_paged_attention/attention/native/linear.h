@@ -9,6 +9,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "vectors.h"
 
 namespace {
@@ -17,25 +19,31 @@ constexpr long PANEL = 64, VECTORS = PANEL / LANES;
 constexpr long GROUP = 6;          // maximum rows whose sums fit into 32 registers, with a part of a panel
 constexpr long ROW_BLOCK = 96;     // maximum rows that share a panel while it is in the cache
 constexpr long DEPTH_BLOCK = 512;  // input features of a panel at a time: 64 or 128 KiB, less than a core's own cache
-constexpr long AHEAD = 8192;       // distance of the prefetch, in bytes
 
 template <class T> constexpr long PAIR = 4 / sizeof(T);
 
-inline Floats add_product(Floats sum, const float* weights, const float* x) { return sum + load(weights) * all(*x); }
-inline Floats add_product(Floats sum, const bfloat16* weights, const bfloat16* x) {
+// Weights of 16 features and PAIR inputs, in their place of a panel.
+template <class T> using Weights = std::conditional_t<PAIR<T> == 1, Floats, Words>;
+
+template <class T> inline Weights<T> weights_at(const T* panel, long k, long v) {
+    return read<Weights<T>>(panel + k * PANEL + v * LANES * PAIR<T>);
+}
+
+inline Floats add_product(Floats sum, Floats weights, const float* x) { return sum + weights * all(*x); }
+inline Floats add_product(Floats sum, Words weights, const bfloat16* x) {
     uint32_t pair = read<uint32_t>(x);
 #if defined(__AVX512BF16__)
     const __m512bh pairs = (__m512bh)_mm512_set1_epi32((int)pair);
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)read<__m512i>(weights), pairs);
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, pairs);
 #else
-    Words words = read<Words>(weights);
-    sum += (Floats)(words << 16) * all(bits_of<float>(pair << 16));
-    return sum + (Floats)(words & 0xffff0000u) * all(bits_of<float>(pair & 0xffff0000u));
+    sum += (Floats)(weights << 16) * all(bits_of<float>(pair << 16));
+    return sum + (Floats)(weights & 0xffff0000u) * all(bits_of<float>(pair & 0xffff0000u));
 #endif
 }
 
-// sums [ROWS][PANEL] += x [ROWS][from..to] * panel [from..to][PANEL]; `ahead`, from..to, is prefetched
-template <class T, int ROWS>
+// sums [ROWS][PANEL] += x [ROWS][from..to] * panel [from..to][PANEL]. If FETCHES, half as many bytes from `ahead` on are
+// prefetched.
+template <class T, int ROWS, bool FETCHES>
 __attribute__((noinline))  // inlined, its sums would share registers with the caller's variables
 void multiply(const T* x, const T* panel, float* sums, long in, long from, long to, const T* ahead) {
     Floats s[ROWS][VECTORS];
@@ -43,30 +51,30 @@ void multiply(const T* x, const T* panel, float* sums, long in, long from, long 
         for (int v = 0; v < VECTORS; v++) s[r][v] = load(sums + r * PANEL + v * LANES);
     for (long k = from; k < to; k += PAIR<T>) {
         for (int v = 0; v < VECTORS; v++) {
-            fetch(ahead + k * PANEL + v * LANES * PAIR<T>, 1);
-            for (int r = 0; r < ROWS; r++)
-                s[r][v] = add_product(s[r][v], panel + k * PANEL + v * LANES * PAIR<T>, x + r * in + k);
+            if (FETCHES && v < VECTORS / 2) fetch(ahead + (k - from) * PANEL / 2 + v * LANES * PAIR<T>, 1);
+            const Weights<T> weights = weights_at(panel, k, v);
+            for (int r = 0; r < ROWS; r++) s[r][v] = add_product(s[r][v], weights, x + r * in + k);
         }
     }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) store(sums + r * PANEL + v * LANES, s[r][v]);
 }
 
-template <class T>
+template <bool FETCHES = false, class T>
 inline void multiply(long rows, const T* x, const T* panel, float* sums, long in, long from, long to, const T* ahead) {
     switch (rows) {
-        case 1: return multiply<T, 1>(x, panel, sums, in, from, to, ahead);
-        case 2: return multiply<T, 2>(x, panel, sums, in, from, to, ahead);
-        case 3: return multiply<T, 3>(x, panel, sums, in, from, to, ahead);
-        case 4: return multiply<T, 4>(x, panel, sums, in, from, to, ahead);
-        case 5: return multiply<T, 5>(x, panel, sums, in, from, to, ahead);
-        default: return multiply<T, GROUP>(x, panel, sums, in, from, to, ahead);
+        case 1: return multiply<T, 1, FETCHES>(x, panel, sums, in, from, to, ahead);
+        case 2: return multiply<T, 2, FETCHES>(x, panel, sums, in, from, to, ahead);
+        case 3: return multiply<T, 3, FETCHES>(x, panel, sums, in, from, to, ahead);
+        case 4: return multiply<T, 4, FETCHES>(x, panel, sums, in, from, to, ahead);
+        case 5: return multiply<T, 5, FETCHES>(x, panel, sums, in, from, to, ahead);
+        default: return multiply<T, GROUP, FETCHES>(x, panel, sums, in, from, to, ahead);
     }
 }
 
-// y [rows][out] = x [rows][in] * weights + bias
-template <class T>
-void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in, long out, int threads) {
+// y [rows][out] = bias + the products that `add(first, count, p, sums)` adds to `sums` [count][PANEL], for each panel p
+// and each block of `count` rows from the row `first` on
+template <class T, class Add> void for_panels(const T* bias, T* y, long rows, long out, int threads, Add add) {
     const long num_panels = (out + PANEL - 1) / PANEL, num_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
     for (long block = 0; block < num_blocks; block++)
@@ -74,21 +82,11 @@ void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in
             const long first = block * rows / num_blocks;  // of equal size, or one thread would wait for the other
             const long count = (block + 1) * rows / num_blocks - first;
             const long feature = p * PANEL, width = std::min(PANEL, out - feature);
-            const T *panel = packed + feature * in, *next = p + 1 < num_panels ? panel + PANEL * in : panel;
             alignas(64) float sums[ROW_BLOCK * PANEL], start[PANEL] = {};
             if (bias)
                 for (long i = 0; i < width; i++) start[i] = load_one(bias + feature + i);
             for (long r = 0; r < count; r++) std::memcpy(sums + r * PANEL, start, sizeof(start));
-            const long num_groups = (count + GROUP - 1) / GROUP;
-            for (long from = 0; from < in; from += DEPTH_BLOCK) {
-                const long to = std::min(in, from + DEPTH_BLOCK);
-                for (long g = 0; g < num_groups; g++) {  // of equal size: 8 rows are 4 and 4
-                    const long r = g * count / num_groups, size = (g + 1) * count / num_groups - r;
-                    // The first group waits for memory. The last one reads the cache, so memory is free to prefetch.
-                    const T* ahead = g > 0 && g + 1 == num_groups ? next : panel + AHEAD / (long)sizeof(T);
-                    multiply(size, x + (first + r) * in, panel, sums + r * PANEL, in, from, to, ahead);
-                }
-            }
+            add(first, count, p, sums);
             for (long r = 0; r < count; r++) {
                 T* to = y + (first + r) * out + feature;
                 if (width == PANEL)
@@ -97,6 +95,31 @@ void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in
                     for (long i = 0; i < width; i++) store_one(to + i, sums[r * PANEL + i]);
             }
         }
+}
+
+// y [rows][out] = x [rows][in] * weights + bias
+template <class T>
+void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in, long out, int threads) {
+    for_panels(bias, y, rows, out, threads, [=](long first, long count, long p, float* sums) {
+        const T* panel = packed + p * PANEL * in;
+        const long num_groups = (count + GROUP - 1) / GROUP;
+        for (long from = 0; from < in; from += DEPTH_BLOCK) {
+            const long to = std::min(in, from + DEPTH_BLOCK);
+            const T* next = panel + to * PANEL;  // also from one panel to the next
+            for (long g = 0; g < num_groups; g++) {  // of equal size: 8 rows are 4 and 4
+                const long r = g * count / num_groups, size = (g + 1) * count / num_groups - r;
+                const T* rows_of = x + (first + r) * in;
+                // A single group reads memory in order, which the processor fetches ahead by itself. Of several, the
+                // last two read the cache, so memory is free: each of them fetches half of the next block.
+                const long half = g - (num_groups - 2);
+                if (num_groups > 1 && half >= 0) {
+                    const T* ahead = next + half * (to - from) * PANEL / 2;
+                    multiply<true>(size, rows_of, panel, sums + r * PANEL, in, from, to, ahead);
+                } else
+                    multiply(size, rows_of, panel, sums + r * PANEL, in, from, to, next);
+            }
+        }
+    });
 }
 
 template <class T> void pack(const T* weight, T* packed, long in, long out, int threads) {
