@@ -1,9 +1,9 @@
 """Configuration of an m3 engine: limits of a batch, a KV memory in blocks, and the attention backend.
 
-The model's configuration has two more fields than m1's, because from here on the engine has its own forward pass: the
-source of the weights, and the backend. `execution` of m2 is removed: a flat batch has only one way to run. Its limits
-of a batch stay, but their defaults follow from the device. vLLM: `ModelConfig`, `CacheConfig`, `SchedulerConfig`;
-SGLang: `ServerArgs`.
+The model's configuration has three more fields than m1's, because from here on the engine has its own forward pass: the
+source of the weights, their quantization, and the backend. `execution` of m2 is removed: a flat batch has only one way
+to run. Its limits of a batch stay, but their defaults follow from the device. vLLM: `ModelConfig`, `CacheConfig`,
+`SchedulerConfig`; SGLang: `ServerArgs`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -41,6 +41,10 @@ class ModelConfig(SingleRequestModelConfig):
     attention_backend: AttentionBackend = "auto"
     """The kernels: `triton` on GPUs, `native` (C++, compiled at its first use) on CPUs, `torch` anywhere. `auto`: the
     first of these that can run."""
+    quantization: Literal["int8"] | None = None
+    """`int8`: the weights of the linear layers are quantized to eight bits while they are read (`int8_weight.py`): a
+    quarter or half of the memory, and one stream up to twice as fast. For the backends `native` and `torch`, of which
+    the second is slow; it applies to a draft model as well."""
 
 
 @dataclass(frozen=True, kw_only=True)

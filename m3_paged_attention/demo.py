@@ -20,7 +20,7 @@ from m3_paged_attention.demo_tour import BLOCK_SIZE, NUM_ANSWERS, POOL_TOKENS, t
 from m3_paged_attention.llm_engine import LLMEngine
 
 FLAGS: m1.Flags = {
-    "model": (ModelConfig, f"{m1.FLAGS['model'][1]} load_format attention_backend"),
+    "model": (ModelConfig, f"{m1.FLAGS['model'][1]} load_format attention_backend quantization"),
     "sampling": (SamplingParams, f"{m1.FLAGS['sampling'][1]} n"),
     "batching": (SchedulerConfig, "max_num_seqs max_num_batched_tokens preemption_mode=--preemption"),
     "KV memory": (CacheConfig, "block_size num_blocks kv_cache_memory_bytes gpu_memory_utilization"),

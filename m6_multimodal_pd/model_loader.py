@@ -14,9 +14,15 @@ from m1_single_request.model_loader import (
     describe,
     load_part,
 )
-from m1_single_request.precision import count_weights
-from m3_paged_attention.attention.registry import resolve
-from m3_paged_attention.model_loader import check_positions, check_room, load_described, weights_directory
+from m3_paged_attention.model_loader import (
+    backend_of,
+    check_positions,
+    check_room,
+    count_parameters,
+    load_described,
+    needed_bytes,
+    weights_directory,
+)
 from m3_paged_attention.models.weights import DecoderWeights, dummy_weights, load_weights, read_headers
 from m6_multimodal_pd.config import ModelConfig
 from m6_multimodal_pd.models import qwen3_vl, vision
@@ -55,7 +61,7 @@ def language_of(described: ModelDescription) -> VLDecoderConfig | None:
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load model and tokenizer. Raises `ModelLoadError` or `ConfigError` with advice."""
-    backend = resolve(config.attention_backend, config.torch_device())
+    backend = backend_of(config)
     described = describe(config, ALL_ARCHITECTURES)
     language = language_of(described)
     if language is None:
@@ -63,14 +69,14 @@ def load_model(config: ModelConfig) -> LoadedModel:
     check_positions(described)
     backend.check_head_dim(language.decoder.head_dim)
     of_tower = load_part(described.name, "its weights", lambda: vision.count_weights(described.config.vision_config))
-    check_room(described, count_weights(described.config) + of_tower)
+    check_room(described, needed_bytes(config, described, language.decoder) + of_tower * described.dtype.itemsize)
     tower, weights = load_part(described.name, "its weights", lambda: _weights(config, described, language))
-    num_parameters = tower.num_parameters + sum(tensor.numel() for tensor in weights.tensors())
+    weight_bytes = tower.num_parameters * described.dtype.itemsize + sum(each.nbytes for each in weights.tensors())
     return LoadedModel(
         **vars(described),
         model=Qwen3VLDecoder(language, weights, backend, max_model_len=described.max_model_len),
-        num_parameters=num_parameters,
-        weight_bytes=num_parameters * described.dtype.itemsize,
+        num_parameters=tower.num_parameters + count_parameters(language.decoder, described.dtype),
+        weight_bytes=weight_bytes,
         vision=tower,
     )
 
@@ -80,9 +86,10 @@ def _weights(
 ) -> tuple[VisionTower, DecoderWeights]:
     device, dtype = described.device, described.dtype
     name, vision_config = described.name, described.config.vision_config
+    is_int8 = config.quantization == "int8"
     if config.load_format == "dummy":
         tower = VisionTower.dummy(vision_config, dtype, device, config.seed)
-        return tower, dummy_weights(language.decoder, dtype, device, config.seed)
+        return tower, dummy_weights(language.decoder, dtype, device, config.seed, is_int8=is_int8)
     of_tower, of_decoder = vision.parted(read_headers(name, weights_directory(name)))
     tower = VisionTower.load(name, of_tower, vision_config, dtype, device)  # first: its errors are raised early
-    return tower, load_weights(name, of_decoder, language.decoder, dtype, device, qwen3_vl.PREFIX)
+    return tower, load_weights(name, of_decoder, language.decoder, dtype, device, qwen3_vl.PREFIX, is_int8=is_int8)

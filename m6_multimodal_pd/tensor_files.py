@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from m3_paged_attention.models.weights import Header
+from m3_paged_attention.models.weights import Header, Weight
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -32,8 +31,11 @@ class TensorFiles:
         if not headers.items() <= {(name, header) for name, header, _ in stored}:
             raise OSError("a file was changed while it was read")
 
-    def copy(self, name: str, target: Tensor) -> None:
-        """Copy a tensor to `target`, with conversion to its type. Raises `OSError` if it cannot be read whole."""
+    def copy(self, name: str, target: Weight) -> None:
+        """Copy a tensor to `target`, with conversion to its type or quantization.
+
+        Raises `OSError` if it cannot be read whole.
+        """
         header, start = self.headers[name], self._starts[name]
         dtype = DTYPES[header.dtype]
         num_bytes = math.prod(header.shape) * dtype.itemsize

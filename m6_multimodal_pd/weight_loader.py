@@ -6,7 +6,8 @@ memory that is needed beside the model is that of one tensor; on a CPU, where la
 weight unpacked and packed anew. There are two passes:
 
     check   everything but the tensors: config, tokenizer, headers. What does not fit is an error, and changes nothing
-    load    one tensor after the other: read, converted, and packed where the backend multiplies a packed layout
+    load    one tensor after the other: read, converted, quantized if the model is, and packed where the backend
+            multiplies a packed layout
 
 If a file cannot be read to its end in the second pass, the weights of before are read again: requests never meet a
 model of which a part is new. New in this milestone. SGLang: `update_weights_from_disk`; vLLM: `reload_weights`.
@@ -26,18 +27,18 @@ from m1_single_request.errors import EngineDeadError, EngineUsageError, ModelLoa
 from m1_single_request.model_loader import ModelDescription, load_part
 from m2_continuous_batching.packed_linear import pack_weight
 from m3_paged_attention.attention.native_backend import NativeLinear
-from m3_paged_attention.linear import NUM_ROWS, PackedLinear, PlainLinear
+from m3_paged_attention.linear import NUM_ROWS, Int8Linear, PackedLinear, PlainLinear
 from m3_paged_attention.model_loader import weights_directory
 from m3_paged_attention.models.architecture import MODEL_TYPES, decoder_config
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
-from m3_paged_attention.models.weights import HEAD, PREFIX, allocate, check_decoder, parts_of, read_headers
+from m3_paged_attention.models.weights import HEAD, PREFIX, Weight, allocate, check_decoder, parts_of, read_headers
 from m6_multimodal_pd.config import ModelConfig
 from m6_multimodal_pd.model_loader import LoadedModel, describe_model, language_of, load_model
 from m6_multimodal_pd.models import qwen3_vl, vision
 from m6_multimodal_pd.tensor_files import TensorFiles
 
-KNOWN = (DecoderLayer, Attention, MLP, PlainLinear, PackedLinear, NativeLinear)
+KNOWN = (DecoderLayer, Attention, MLP, PlainLinear, PackedLinear, Int8Linear, NativeLinear)
 """Classes, not their subclasses, of the parts that are overwritten."""
 
 
@@ -212,22 +213,24 @@ def places_in(layer: DecoderLayer) -> dict[str, Any]:
 
 
 @contextmanager
-def filled(place: Any, shape: Tensor) -> Iterator[Tensor]:
+def filled(place: Any, shape: Weight) -> Iterator[Weight]:
     """Yield the tensor to overwrite: the one at its place; for a packed layer one like `shape`, which it packs."""
     if isinstance(place, Tensor):
         yield place
-    elif isinstance(place, PlainLinear):
+    elif isinstance(place, PlainLinear | Int8Linear):
         yield place.weight
     else:
-        weight = torch.empty_like(shape, device="cpu")
+        weight = torch.empty(shape.shape, dtype=shape.dtype)
         yield weight
         repack(place, weight)
 
 
 def repack(linear: Any, weight: Tensor) -> None:
-    """Overwrite a packed weight by `weight` `[out_features, in_features]`. oneDNN's gets another address, which only
-    the layer has."""
+    """Overwrite a packed or quantized weight by `weight` `[out_features, in_features]`. oneDNN's gets another address,
+    which only the layer has."""
     if isinstance(linear, NativeLinear):
         linear.pack(weight)
+    elif isinstance(linear, Int8Linear):
+        linear.weight.copy_(weight)
     else:
         linear.packed = pack_weight(weight, NUM_ROWS)

@@ -44,6 +44,8 @@ P, N, INT, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float  # p
 SIGNATURES = {
     "pack": (T, T, N, N, INT),
     "linear": (T, T, T, T, N, N, N, INT),
+    "pack_int8": (T, T, T, N, N, INT),
+    "linear_int8": (T, T, T, T, N, N, N, INT),
     "attend": (T, T, T, T, T, T, N, N, N, N, N, N, N, F, INT),
     "attend_to_prompts": (T, T, T, T, T, T, T, N, N, N, N, N, N, N, F, INT),
     "store_kv": (T, T, T, T, T, N, N, N, N),

@@ -28,7 +28,12 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 class CLinear(ctypes.Structure):
     """`Linear` of layers.h; this and the other two structures have its fields in its order."""
 
-    _fields_ = _fields(P, "packed bias")
+    _fields_ = [*_fields(P, "packed bias"), *_fields(INT, "is_int8")]
+
+    @classmethod
+    def of(cls, linear: Any) -> "CLinear":
+        """Return the row of a `NativeLinear`."""
+        return cls(packed=linear.packed.data_ptr(), bias=_pointer(linear.bias), is_int8=linear.is_int8)
 
 
 class CLayer(ctypes.Structure):
@@ -130,17 +135,13 @@ def _layer(layer: Any, keys: Tensor, values: Tensor) -> CLayer:
         input_norm=layer.input_norm.data_ptr(),
         qk_norm=_pointer(attention.qk_norm),
         post_attention_norm=layer.post_attention_norm.data_ptr(),
-        qkv=_linear(attention.qkv_proj),
-        o=_linear(attention.o_proj),
-        gate_up=_linear(mlp.gate_up_proj),
-        down=_linear(mlp.down_proj),
+        qkv=CLinear.of(attention.qkv_proj),
+        o=CLinear.of(attention.o_proj),
+        gate_up=CLinear.of(mlp.gate_up_proj),
+        down=CLinear.of(mlp.down_proj),
         keys=keys.data_ptr(),
         values=values.data_ptr(),
     )
-
-
-def _linear(linear: Any) -> CLinear:
-    return CLinear(packed=linear.packed.data_ptr(), bias=_pointer(linear.bias))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from m1_single_request.errors import ConfigError
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.int8_weight import Int8Weight
 from m3_paged_attention.kv_storage import KVLayer, KVStorage, Step
 from m3_paged_attention.linear import Linear
 
@@ -30,7 +31,7 @@ class Backend(Protocol):
     def check_head_dim(self, head_dim: int) -> None:
         """Raise `ConfigError` if `attention` does not support heads of this width."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Linear:
         """Return a layer `y = x W^T + b` of `weight` `[out_features, in_features]`, which it may keep or copy."""
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:

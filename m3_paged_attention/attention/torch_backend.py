@@ -16,8 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.tiles import Plan, Prefill, Scratch
+from m3_paged_attention.int8_weight import Int8Weight
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
-from m3_paged_attention.linear import Linear, PlainLinear, pack
+from m3_paged_attention.linear import Linear, pack, plain
 
 AT_ONCE = 2**17  # elements
 
@@ -36,9 +37,9 @@ class TorchBackend:
     def check_head_dim(self, head_dim: int) -> None:
         """Accept any width."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Return a layer with the weight in oneDNN's layout if available, else unchanged."""
-        return pack(weight, bias) or PlainLinear(weight, bias)
+    def linear(self, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Linear:
+        """Return a layer with the weight in oneDNN's layout if available, else unchanged; so is a quantized one."""
+        return (pack(weight, bias) if isinstance(weight, Tensor) else None) or plain(weight, bias)
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write `key` and `value` `[tokens, kv_heads, head_dim]` to the slots of `slot_mapping`."""

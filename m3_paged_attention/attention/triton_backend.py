@@ -36,8 +36,9 @@ from m3_paged_attention.attention.triton_tiles import (
     prefill_tile,
     split_tile,
 )
+from m3_paged_attention.int8_weight import Int8Weight
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
-from m3_paged_attention.linear import Linear, PlainLinear
+from m3_paged_attention.linear import Linear, plain
 
 LOG2_E = math.log2(math.e)
 
@@ -51,9 +52,9 @@ class TritonBackend:
         """Raise `ConfigError` if the heads are too wide for the kernels."""
         padded_head(head_dim)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Linear:
         """Return a layer with the weight unchanged: another layout would not make cuBLAS faster."""
-        return PlainLinear(weight, bias)
+        return plain(weight, bias)
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write the new keys and values `[num_tokens, num_kv_heads, head_dim]` into the slots of `slot_mapping`."""

@@ -2,12 +2,12 @@
 
 The files store Q, K and V separately; the decoder uses one tensor for all three. `places` maps every name in the files
 to a part of one of our tensors. One loop then copies each tensor from the mapped file to its place and converts its
-type, without a second copy in memory. Names and shapes are compared before any allocation. vLLM: `weight_loader` and
-`stacked_params_mapping`; SGLang the same.
+type, without a second copy in memory; a quantized weight (`int8_weight.py`) takes the place of a tensor. Names and
+shapes are compared before any allocation. vLLM: `weight_loader` and `stacked_params_mapping`; SGLang the same.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from m1_single_request.errors import ModelLoadError, shown
 from m1_single_request.model_loader import check_stored_type, check_tensors
+from m3_paged_attention.int8_weight import Int8Weight
 from m3_paged_attention.models.architecture import DecoderConfig
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -37,6 +38,7 @@ MODULES = {
     "down": ["mlp.down_proj"],
 }
 """For a field of `LayerWeights`: the modules in the files whose rows, in this order, are its rows."""
+Weight = Tensor | Int8Weight
 ROWS = 4096  # compared at a time, so that no second copy of the embedding is needed
 
 
@@ -45,16 +47,16 @@ class LayerWeights:
     """Weights of one layer, `[out_features, in_features]` as in the files; None for a tensor that the model lacks."""
 
     input_norm: Tensor  # [hidden_size]
-    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+    qkv: Weight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
-    o: Tensor  # [hidden_size, num_heads * head_dim]
+    o: Weight  # [hidden_size, num_heads * head_dim]
     o_bias: Tensor | None
     post_attention_norm: Tensor  # [hidden_size]
-    gate_up: Tensor  # [2 * intermediate_size, hidden_size]
+    gate_up: Weight  # [2 * intermediate_size, hidden_size]
     gate_up_bias: Tensor | None
-    down: Tensor  # [hidden_size, intermediate_size]
+    down: Weight  # [hidden_size, intermediate_size]
     down_bias: Tensor | None
 
 
@@ -65,10 +67,10 @@ class DecoderWeights:
     embedding: Tensor  # [vocab_size, hidden_size]
     layers: list[LayerWeights]
     norm: Tensor  # [hidden_size]
-    head: Tensor  # [vocab_size, hidden_size]; the embedding itself if they are tied
+    head: Weight  # [vocab_size, hidden_size]; the embedding itself if they are tied and it is not quantized
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor once."""
+    def tensors(self) -> Iterator[Weight]:
+        """Yield every weight once."""
         yield self.embedding
         for layer in self.layers:
             yield from (tensor for tensor in vars(layer).values() if tensor is not None)
@@ -85,11 +87,21 @@ class Header(NamedTuple):
     dtype: str
 
 
-def allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
-    """Allocate uninitialised weights; on the device `meta` they have shapes but use no memory."""
+def allocate(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, is_int8: bool = False
+) -> DecoderWeights:
+    """Allocate uninitialised weights; on the device `meta` they have shapes but use no memory.
+
+    `is_int8`: the weights of the linear layers are quantized, but not the embedding: a step reads one row per token.
+    """
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
+
+    def linear(out_features: int, in_features: int) -> Weight:
+        if is_int8:
+            return Int8Weight.empty(out_features, in_features, dtype, device)
+        return empty(out_features, in_features)
 
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query_features, qkv_features = config.num_heads * dim, (config.num_heads + 2 * config.num_kv_heads) * dim
@@ -97,16 +109,16 @@ def allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
     def layer() -> LayerWeights:
         return LayerWeights(
             input_norm=empty(hidden),
-            qkv=empty(qkv_features, hidden),
+            qkv=linear(qkv_features, hidden),
             qkv_bias=empty(qkv_features) if config.qkv_bias else None,
             q_norm=empty(dim) if config.qk_norm else None,
             k_norm=empty(dim) if config.qk_norm else None,
-            o=empty(hidden, query_features),
+            o=linear(hidden, query_features),
             o_bias=empty(hidden) if config.o_bias else None,
             post_attention_norm=empty(hidden),
-            gate_up=empty(2 * inner, hidden),
+            gate_up=linear(2 * inner, hidden),
             gate_up_bias=empty(2 * inner) if config.mlp_bias else None,
-            down=empty(hidden, inner),
+            down=linear(hidden, inner),
             down_bias=empty(hidden) if config.mlp_bias else None,
         )
 
@@ -115,14 +127,17 @@ def allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
         embedding=embedding,
         layers=[layer() for _ in range(config.num_layers)],
         norm=empty(hidden),
-        head=embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden),
+        head=embedding if config.tie_word_embeddings and not is_int8 else linear(config.vocab_size, hidden),
     )
 
 
-def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX) -> dict[str, Tensor]:
+def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX) -> dict[str, Weight]:
     """Return the destination of each tensor: its name in the files -> a view of our tensors of the same shape."""
-    targets = {f"{prefix}embed_tokens.weight": weights.embedding, f"{prefix}norm.weight": weights.norm}
-    if weights.head is not weights.embedding:
+    targets: dict[str, Weight] = {
+        f"{prefix}embed_tokens.weight": weights.embedding,
+        f"{prefix}norm.weight": weights.norm,
+    }
+    if not config.tie_word_embeddings:
         targets[HEAD] = weights.head
     for index, layer in enumerate(weights.layers):
         for field, tensor in vars(layer).items():
@@ -131,13 +146,13 @@ def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX)
     return targets
 
 
-def parts_of(config: DecoderConfig, layer: str, field: str, tensor: Tensor) -> dict[str, Tensor]:
+def parts_of(config: DecoderConfig, layer: str, field: str, tensor: Weight) -> dict[str, Weight]:
     """Return the parts of a tensor of `LayerWeights` by their names in the files, which begin with `layer`."""
     query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     of_several = {"qkv": [query, key_value, key_value], "gate_up": [config.intermediate_size] * 2}
     name = field.removesuffix("_bias")
     kind = "weight" if name == field else "bias"
-    rows = tensor.split_with_sizes(of_several.get(name, [len(tensor)]))
+    rows: Sequence[Weight] = tensor.split_with_sizes(of_several.get(name, [len(tensor)]))
     return {f"{layer}.{module}.{kind}": part for module, part in zip(MODULES[name], rows, strict=True)}
 
 
@@ -148,14 +163,23 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     prefix: str = PREFIX,
+    *,
+    is_int8: bool = False,
 ) -> DecoderWeights:
     """Load the decoder's weights from the files of `headers`. Raises `ModelLoadError` for a tensor that mismatches.
 
     In the files of a larger model the decoder's names begin with `prefix`; the other parts are not in `headers`.
     """
     check_decoder(name, headers, config, dtype, prefix)
-    weights = allocate(config, dtype, device)
+    weights = allocate(config, dtype, device, is_int8=is_int8)
     fill(places(config, weights, prefix), headers)
+    return with_tied_head(weights, config)
+
+
+def with_tied_head(weights: DecoderWeights, config: DecoderConfig) -> DecoderWeights:
+    """Return the weights, with the embedding as the output layer if they are tied."""
+    if config.tie_word_embeddings and isinstance(weights.head, Int8Weight):
+        weights.head.copy_(weights.embedding)
     return weights
 
 
@@ -169,7 +193,7 @@ def check_decoder(
         _check_tied_head(name, headers, f"{prefix}embed_tokens.weight", dtype)
 
 
-def fill(targets: Mapping[str, Tensor], headers: Mapping[str, Header]) -> None:
+def fill(targets: Mapping[str, Weight], headers: Mapping[str, Header]) -> None:
     """Copy the files' tensors to the tensors of the same name in `targets`, converted to the target's type."""
     for file in dict.fromkeys(header.file for header in headers.values()):
         with safe_open(file, framework="pt") as tensors:
@@ -178,17 +202,22 @@ def fill(targets: Mapping[str, Tensor], headers: Mapping[str, Header]) -> None:
                     targets[key].copy_(tensors.get_tensor(key))
 
 
-def dummy_weights(config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int) -> DecoderWeights:
+def dummy_weights(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int, *, is_int8: bool = False
+) -> DecoderWeights:
     """Return random weights as before training; the same seed on the same device gives the same weights."""
-    weights = allocate(config, dtype, device)
+    weights = allocate(config, dtype, device, is_int8=is_int8)
     draw(places(config, weights), config.initializer_range, torch.Generator(device).manual_seed(seed))
-    return weights
+    return with_tied_head(weights, config)
 
 
-def draw(tensors: Mapping[str, Tensor], spread: float, generator: torch.Generator) -> None:
+def draw(tensors: Mapping[str, Weight], spread: float, generator: torch.Generator) -> None:
     """Initialise every tensor as before training; `spread` is the standard deviation of the random values."""
     for name, tensor in tensors.items():
-        if name.endswith(".bias"):
+        if isinstance(tensor, Int8Weight):
+            exact = torch.empty(tensor.shape, dtype=tensor.dtype, device=generator.device)
+            tensor.copy_(exact.normal_(0.0, spread, generator=generator))
+        elif name.endswith(".bias"):
             tensor.zero_()
         elif tensor.dim() == 1:
             tensor.fill_(1.0)  # a norm
@@ -234,7 +263,7 @@ def read_headers(name: str, directory: Path) -> dict[str, Header]:
     return headers
 
 
-def check_headers(name: str, headers: Mapping[str, Header], expected: Mapping[str, Tensor]) -> None:
+def check_headers(name: str, headers: Mapping[str, Header], expected: Mapping[str, Weight]) -> None:
     """Raise `ModelLoadError` unless the files have exactly the `expected` tensors, with the same shapes.
 
     Two kinds of additional tensors are allowed: old checkpoints store the rotary frequencies, which follow from

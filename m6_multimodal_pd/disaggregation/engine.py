@@ -106,7 +106,7 @@ class Engine:
             total_tokens=self.core.scheduler.pools.token_to_kv_pool_allocator.size,
             max_model_len=processor.max_model_len,
             layout=self.store.layout,
-            model=f"{model.model} {model.dtype} {model.load_format}"[:4096],
+            model=f"{model.model} {model.dtype} {model.load_format} {model.quantization}"[:4096],
             vocabulary=vocabulary_of(processor.tokenizer),
         )
 

@@ -86,7 +86,7 @@ class WholeStep:
             head, count = runner.model.head, len(rows)
             tokens = torch.empty(count, dtype=torch.int64)
             logits = torch.empty(count, head.out_features, dtype=hidden.dtype)
-            table.head = CLinear(head.packed.data_ptr(), None if head.bias is None else head.bias.data_ptr())
+            table.head = CLinear.of(head)
             table.vocab_size, table.rows = head.out_features, rows.ctypes.data
             table.tokens, table.logits = tokens.data_ptr(), logits.data_ptr()
             choice = Choice(logits, plain_metadata(count, tokens.device), tokens, None)

@@ -6,9 +6,12 @@ ends that fill none, rounding, infinities, NaN. Everything runs twice: compiled 
 that the compiler knows, where there are no fused products and no products of bfloat16.
 """
 
+import mmap
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +21,9 @@ from torch import Tensor
 from m3_paged_attention.attention import native_backend, native_library
 from m3_paged_attention.attention.native_backend import NativeBackend, NativeLinear
 from m3_paged_attention.attention.torch_backend import TorchBackend
+from m3_paged_attention.int8_weight import Int8Weight
 from m3_paged_attention.kv_storage import KVLayer
-from m3_paged_attention.linear import PlainLinear
+from m3_paged_attention.linear import Int8Linear, PlainLinear
 from tests.kernels import references
 from tests.kernels.numbers import same_numbers_and_no_luck as same_numbers_and_no_luck
 from tests.kernels.references import PagedBatch, assert_close, causal_attention, decode_row, paged_batch
@@ -94,6 +98,42 @@ def test_linear_takes_any_number_of_rows_and_none_changes_another(backend, dtype
             assert torch.equal(layer(hidden[-rows:]), alone[-rows:])
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("in_features", [2, 128, 1030])
+def test_quantized_linear_takes_any_number_of_rows_and_none_changes_another(backend, dtype, in_features) -> None:
+    """Groups of inputs with a scale each, the last of them shorter; converted once for up to 96 rows."""
+    weight, bias, hidden = numbers(dtype, 130, in_features), numbers(dtype, 130), numbers(dtype, 200, in_features)
+    weight *= torch.logspace(-3, 3, 130)[:, None].to(dtype)
+    quantized = Int8Weight.of(weight)
+    layer, exact = backend.linear(quantized, bias), product(hidden, quantized.dequantized(slice(None)), bias)
+    assert isinstance(layer, NativeLinear)
+    alone = torch.cat([layer(row) for row in hidden.split(1)])
+    for feature in range(0, 130, 13):
+        assert_close(alone[:, feature], exact[:, feature], LINEAR)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for rows in (*range(1, 15), 96, 97, 193, 200):
+            assert torch.equal(layer(hidden[:rows]), alone[:rows])
+            assert torch.equal(layer(hidden[-rows:]), alone[-rows:])
+
+
+def test_a_quantized_weight_is_replaced_by_a_dense_one(backend, dtype) -> None:
+    first, second, hidden = numbers(dtype, 70, 48), numbers(dtype, 70, 48), numbers(dtype, 3, 48)
+    layer, expected = backend.linear(Int8Weight.of(first)), backend.linear(Int8Weight.of(second))
+    address = layer.packed.data_ptr()
+    layer.pack(second)
+    assert torch.equal(layer(hidden), expected(hidden)) and layer.packed.data_ptr() == address
+
+
+def test_quantized_linear_hides_no_nan_and_spreads_none(backend, dtype) -> None:
+    weight, hidden = numbers(dtype, 70, 256), numbers(dtype, 7, 256)
+    weight[5, 47] = weight[69, 200] = NAN
+    hidden[2, 0] = hidden[6, 255] = NAN
+    result = backend.linear(Int8Weight.of(weight))(hidden)
+    expected = product(hidden, weight)
+    assert torch.equal(result.isnan(), expected.isnan()) and expected.isnan().sum() == 2 * 70 + 5 * 2
+
+
 def test_linear_takes_views(backend, dtype) -> None:
     weight, wide = numbers(dtype, 70, 48), numbers(dtype, 6, 100)
     layer = backend.linear(weight)
@@ -119,6 +159,21 @@ def test_a_weight_without_kernels_stays_as_it_is(backend, dtype, in_features) ->
     layer = backend.linear(weight, bias)
     assert isinstance(layer, PlainLinear)
     assert_close(layer(hidden), product(hidden, weight, bias), LINEAR | {torch.float16: 1e-3, torch.float64: 1e-12})
+    if dtype != torch.float64:
+        assert isinstance(backend.linear(Int8Weight.of(weight), bias), Int8Linear)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages on this system")
+def test_weights_are_on_large_pages() -> None:
+    """The kernel may refuse them, so the request is tested: the flag `hg` of the memory in /proc/self/smaps."""
+    packed = NativeBackend().linear(torch.ones(4096, 1024)).packed
+    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
+    for each in maps:
+        first, last = (int(address, 16) for address in each.split()[0].split("-"))
+        if first <= packed.data_ptr() < last and "VmFlags" in each:
+            assert " hg" in each.split("VmFlags:")[1]
+            return
+    raise AssertionError("the memory is in no mapping")
 
 
 def test_linear_refuses_other_widths_and_precisions(backend) -> None:

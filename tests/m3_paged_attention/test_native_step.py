@@ -71,6 +71,14 @@ def test_the_numbers_are_bitwise_those_of_the_layers_one_by_one(name: str, dtype
         check(pair, new)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantized_layers_are_bitwise_those_one_by_one(dtype: str, tmp_path: Path) -> None:
+    directory = save_random_model(tmp_path, "llama", **MODELS["all biases"][1])
+    pair = at_once_and_one_by_one(load(directory, attention_backend="native", dtype=dtype, quantization="int8"))
+    for new in ({"a": 17, "b": 6}, {"c": 4, "a": 1, "b": 1}, {"b": 1}):
+        check(pair, new)
+
+
 @pytest.fixture(scope="module")
 def embedded() -> LoadedModel:
     return load(Path(DEFAULT_MODEL), attention_backend="native")

@@ -450,10 +450,13 @@ def test_a_request_in_pieces_that_has_ended_has_no_next_piece(make_engine: MakeE
 native = pytest.mark.skipif(native_library.obstacle() is not None, reason=str(native_library.obstacle()))
 
 
-def native_engine(overlap: bool, *readers: Any, parts: dict[str, Any] | None = None, **scheduler: Any) -> Any:
+def native_engine(
+    overlap: bool, *readers: Any, parts: dict[str, Any] | None = None, quantization: Any = None, **scheduler: Any
+) -> Any:
+    model: Any = {"dtype": "float32", "attention_backend": "native", "quantization": quantization}
     return LLMEngine(
         parts=parts,
-        model_config=ModelConfig(model=TEXT_MODEL, device="cpu", dtype="float32", attention_backend="native"),
+        model_config=ModelConfig(model=TEXT_MODEL, device="cpu", **model),
         scheduler_config=SchedulerConfig(enable_overlap=overlap, **scheduler),
         cache_config=CacheConfig(max_total_tokens=2000, debug=True),
         trace_config=TraceConfig(readers=readers),
@@ -563,6 +566,17 @@ def test_logits_on_the_thread_that_are_not_finite_are_the_error_of_the_normal_lo
             errors.append(last["a"].error)
     assert [type(error) for error in errors] == [ForwardError] * 2 and str(errors[0]) == str(errors[1])
     assert records.of(StepLaunched)[-1][1].is_async and all(event.token_id >= 0 for _, event in records.of(Sampled))
+
+
+@native
+def test_quantized_layers_and_output_layer_run_on_the_thread(real_launcher: None) -> None:
+    answers, records = [], Records()
+    for overlap in (False, True):
+        with native_engine(overlap, records, quantization="int8") as engine:
+            answers.append(engine.generate("a long story", greedy(12)).token_ids)
+            weight = runner_of(engine).model.head
+            assert weight.is_int8
+    assert answers[0] == answers[1] and records.of(StepLaunched)[-1][1].is_async
 
 
 class OwnForward(ModelRunner):

@@ -23,6 +23,7 @@ CONFIG = EngineConfig(
         seed=2**63 - 1,
         load_format="dummy",
         attention_backend="torch",
+        quantization="int8",
         cuda_graphs=False,
     ),
     scheduler=SchedulerConfig(

@@ -131,6 +131,25 @@ def test_every_tensor_is_that_of_a_new_engine_and_where_it_was(
         assert answer(engine) == expected
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
+def test_quantized_weights_are_quantized_again_where_they_were(options: Any, backend: str, tmp_path: Path) -> None:
+    one, other = (save_random_model(tmp_path / str(seed), "qwen3", seed=seed, **options) for seed in (1, 2))
+    int8: Any = {"settings": {"quantization": "int8"}}
+    with made(other, backend, **int8) as engine:
+        wanted, expected = values(weights_of(engine)), answer(engine)
+    with made(one, backend, **int8) as engine:
+        before, was = addresses(engine), answer(engine)
+        assert was != expected
+        engine.update_weights(other)
+        assert same(values(weights_of(engine)), wanted) and addresses(engine) == before
+        assert answer(engine) == expected
+        edit_weights(one, lambda weights: weights.update({Q_PROJ: weights[Q_PROJ][:1].clone()}))
+        with pytest.raises(ModelLoadError, match="q_proj"):
+            engine.update_weights(one)
+        assert same(values(weights_of(engine)), wanted) and answer(engine) == expected
+
+
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two random models that see, of one shape."""

@@ -6,6 +6,7 @@
 //
 //     vectors.h      load, store, sum, exp
 //     linear.h       weights in panels, read once for up to six rows
+//     int8.h         the same with weights of eight bits
 //     attention.h    over the blocks of a table: one new token per sequence, then many; the KV store
 //     pointwise.h    norms, rotary, SiLU
 //     layers.h       all layers of a step
@@ -13,6 +14,7 @@
 //     thread.h       a thread that runs steps while Python does something else
 
 #include "attention.h"
+#include "int8.h"
 #include "layers.h"
 #include "linear.h"
 #include "pointwise.h"
@@ -27,6 +29,14 @@
     void linear_##suffix(const T* x, const T* packed, const T* bias, T* y, long rows, long in, long out,               \
                          int threads) {                                                                                \
         linear(x, packed, bias, y, rows, in, out, threads);                                                            \
+    }                                                                                                                  \
+    void pack_int8_##suffix(const int8_t* values, const float* scales, int8_t* packed, long in, long out,              \
+                            int threads) {                                                                             \
+        pack(values, scales, packed, in, out, threads);                                                                \
+    }                                                                                                                  \
+    void linear_int8_##suffix(const T* x, const int8_t* packed, const T* bias, T* y, long rows, long in, long out,      \
+                              int threads) {                                                                           \
+        linear_int8(x, packed, bias, y, rows, in, out, threads);                                                       \
     }                                                                                                                  \
     void attend_##suffix(const T* query, const T* keys, const T* values, const int32_t* tables,                        \
                          const int32_t* lengths, T* output, long num_seqs, long heads, long kv_heads, long head_dim,   \

@@ -6,13 +6,16 @@
 #pragma once
 
 #include "attention.h"
+#include "int8.h"
 #include "linear.h"
 #include "pointwise.h"
 
 namespace {
 
 template <class T> struct Linear {
-    const T *packed, *bias;  // bias: or null
+    const void* packed;  // of linear.h, or if is_int8, of int8.h
+    const T* bias;       // or null
+    int is_int8;
 };
 
 template <class T> struct Layer {
@@ -39,7 +42,10 @@ template <class T> struct Step {
 };
 
 template <class T> void apply(const Linear<T>& layer, const T* x, T* y, long rows, long in, long out, int threads) {
-    linear(x, layer.packed, layer.bias, y, rows, in, out, threads);
+    if (layer.is_int8)
+        linear_int8(x, (const int8_t*)layer.packed, layer.bias, y, rows, in, out, threads);
+    else
+        linear(x, (const T*)layer.packed, layer.bias, y, rows, in, out, threads);
 }
 
 template <class T> void attention_of(const Step<T>& s, const Layer<T>& layer, const T* query, long stride, T* output) {

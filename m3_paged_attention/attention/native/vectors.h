@@ -1,7 +1,8 @@
 // Vectors of sixteen floats, and the two precisions in which they are stored.
 //
 // The vectors are the compiler's extension, so the compiler selects the processor's instructions. Only the product of
-// pairs of bfloat16 needs an intrinsic, because compilers do not generate it.
+// pairs of bfloat16 (linear.h) and the conversion of bytes (int8.h) need intrinsics, because compilers do not generate
+// them.
 
 #pragma once
 
@@ -9,7 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
