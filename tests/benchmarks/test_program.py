@@ -106,12 +106,21 @@ def test_beside_a_busy_program_the_answers_are_the_same(tmp_path):
     assert all(row["same_answers"] and row["busy_ratio"] > 0 for row in results["parts"]["embedded"]["rows"])
 
 
+@pytest.mark.exhaustive
+def test_each_kind_of_weights_is_measured(tmp_path):
+    only = ["--only", "layers,quality", "--threads", "1"]
+    assert main(["quantized", "--quick", *only, "--output", str(tmp_path)]) == 0
+    parts = json.loads((tmp_path / "quick" / "m3_quantized.json").read_text("utf-8"))["parts"]
+    assert all(min(row["seconds"].values()) > 0 for row in parts["layers"]["rows"])
+    assert parts["quality"]["rows"][0]["difference"] == 0 < parts["quality"]["rows"][1]["difference"]
+
+
 def test_an_unknown_part_of_a_lesson_is_an_error_that_names_the_others(tmp_path, capsys):
     assert main(["m4", "--only", "evictions", "--output", str(tmp_path)]) == 2
     assert "unknown parts evictions; there are reuse_0_6b" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [*LESSONS, "busy"])
+@pytest.mark.parametrize("name", [*LESSONS, "busy", "quantized"])
 def test_the_tables_of_a_lesson_are_those_of_the_stored_numbers(name, tmp_path, monkeypatch):
     monkeypatch.setattr(lesson, "drawn", lambda *_: None)
     main([name, "--redraw", "--output", str(tmp_path)])
