@@ -23,6 +23,7 @@ from m3_paged_attention.device_limits import CPU_LIMITS, DeviceLimits
 LoadFormat = Literal["auto", "dummy"]
 AttentionBackend = Literal["auto", "native", "torch", "triton"]
 PreemptionMode = Literal["recompute", "swap"]
+KVCacheDtype = Literal["auto", "bfloat16", "int8", "fp8"]
 Share = Annotated[float, Meta(gt=0, le=1)]
 CPU_KV_BYTES, MAX_CPU_KV_BYTES = 512 * 2**20, 4 * 2**30
 GPU_MEMORY_UTILIZATION = 0.9
@@ -89,7 +90,7 @@ class SchedulerConfig(BatchLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The size of the KV memory and of its blocks.
+    """The size of the KV memory and of its blocks, and the format of its numbers.
 
     At most one of `kv_cache_memory_bytes`, `gpu_memory_utilization` and `num_blocks` may be given.
     """
@@ -108,6 +109,9 @@ class CacheConfig:
     swap_space_bytes: PositiveInt | None = None
     """Host memory for swapped-out requests, in bytes; only with `preemption_mode="swap"`. None: as many blocks as on
     the device."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Format of the numbers in the KV memory. `auto`: the model's precision. `int8` and `fp8` (e4m3): one byte per
+    number, and a float32 scale per token and head. More tokens fit, and outputs change a little."""
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

@@ -23,7 +23,7 @@ FLAGS: m1.Flags = {
     "model": (ModelConfig, f"{m1.FLAGS['model'][1]} load_format attention_backend quantization"),
     "sampling": (SamplingParams, f"{m1.FLAGS['sampling'][1]} n"),
     "batching": (SchedulerConfig, "max_num_seqs max_num_batched_tokens preemption_mode=--preemption"),
-    "KV memory": (CacheConfig, "block_size num_blocks kv_cache_memory_bytes gpu_memory_utilization"),
+    "KV memory": (CacheConfig, "block_size num_blocks kv_cache_memory_bytes gpu_memory_utilization kv_cache_dtype"),
     "demo": m2.FLAGS["demo"],
 }
 

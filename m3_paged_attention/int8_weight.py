@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 128
-"""Number of inputs that share a scale; `SCALED` of int8.h. Blocks of 32 halve the error, and read 9 % more bytes."""
+"""Inputs that share a scale; `SCALE_GROUP` of int8.h. Groups of 32 halve the error, and read 9 % more bytes."""
 AT_ONCE = 2**20
 """Maximum number of weights that are converted at a time, so that no second copy of a large one is needed."""
 

@@ -29,6 +29,7 @@ from m3_paged_attention.config import (
     PreemptionMode,
 )
 from m3_paged_attention.events import KVSized
+from m3_paged_attention.kv_dtype import vector_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,12 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    """Format of the numbers, one of `kv_dtype.py` or the model's."""
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of K and V of a block in one layer."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of K and V of a block in one layer, with their scales."""
+        return 2 * self.block_size * self.num_kv_heads * vector_bytes(self.head_dim, self.dtype)
 
     @property
     def block_bytes(self) -> int:

@@ -15,14 +15,17 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.trace_event import size
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.block_pool import Pairs
-from m3_paged_attention.kv_cache_config import KVCacheConfig
+from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_dtype import LARGEST, SCALE_BYTES
 
 
 class KVLayer(NamedTuple):
-    """One layer's keys and values."""
+    """One layer's keys and values. Scales are None in a format without."""
 
-    key_cache: Tensor  # [num_blocks_total, block_size, num_kv_heads, head_dim]
-    value_cache: Tensor  # [num_blocks_total, block_size, num_kv_heads, head_dim]
+    key_cache: Tensor  # [num_blocks_total, block_size, num_kv_heads, head_dim]; each block is contiguous
+    value_cache: Tensor  # the same shape
+    key_scales: Tensor | None = None  # float32 [num_blocks_total, block_size, num_kv_heads]
+    value_scales: Tensor | None = None
 
 
 class Step(Protocol):
@@ -48,16 +51,19 @@ class KVStorage:
         """
         spec = config.spec
         self.config = config
-        block = (spec.block_size, spec.num_kv_heads, spec.head_dim)
+        block: tuple[int, ...] = (spec.block_size, spec.num_kv_heads, spec.head_dim)
+        dtype = spec.dtype
+        if dtype in LARGEST:  # raw bytes: the numbers of the block, then its scales, so that no copy loses them
+            block, dtype = (spec.page_size_bytes // 2,), torch.uint8
         try:
             self.blocks = torch.empty(
-                (spec.num_layers * 2, config.num_blocks_total, *block), dtype=spec.dtype, device=device
+                (spec.num_layers * 2, config.num_blocks_total, *block), dtype=dtype, device=device
             )
             """All blocks: `blocks[:, i]` is block i, with the keys of layer 0, its values, the keys of layer 1, and so
             on. `layer` returns views of it."""
             self.host_blocks = torch.empty(  # a block of all layers is contiguous, so it is one copy
                 (config.num_host_blocks, spec.num_layers * 2, *block),
-                dtype=spec.dtype,
+                dtype=dtype,
                 pin_memory=device.type == "cuda" and config.num_host_blocks > 0,
             )
         except (RuntimeError, TypeError) as error:  # out of memory, or a number too large for C
@@ -67,7 +73,8 @@ class KVStorage:
                 f"be allocated: {error}"
             ) from error
         self.blocks[:, 0] = 0
-        self._layers = [KVLayer(*layer) for layer in self.blocks.view(spec.num_layers, 2, *self.blocks.shape[1:])]
+        pairs = self.blocks.view(spec.num_layers, 2, *self.blocks.shape[1:])
+        self._layers = [_scaled_layer(pair, spec) if spec.dtype in LARGEST else KVLayer(*pair) for pair in pairs]
 
     def layer(self, index: int) -> KVLayer:
         """Return the KV tensors of one layer, to read and write in place."""
@@ -89,3 +96,12 @@ class KVStorage:
         """Copy blocks `(host block, device block)` to the device."""
         for host_id, block_id in pairs:
             self.blocks[:, block_id].copy_(self.host_blocks[host_id], non_blocking=True)
+
+
+def _scaled_layer(pair: Tensor, spec: KVCacheSpec) -> KVLayer:
+    """Return the views of one layer's bytes `[2, num_blocks_total, bytes]`: numbers, and the scales behind them."""
+    num_scales = spec.block_size * spec.num_kv_heads
+    numbers, scales = pair.split_with_sizes([num_scales * spec.head_dim, num_scales * SCALE_BYTES], -1)
+    caches = numbers.view(spec.dtype).unflatten(-1, (spec.block_size, spec.num_kv_heads, spec.head_dim))
+    # head by head, so that a kernel reads the scales of adjacent tokens at once
+    return KVLayer(*caches, *scales.view(torch.float32).unflatten(-1, (spec.num_kv_heads, -1)).transpose(-1, -2))

@@ -44,7 +44,7 @@ def kv_cache_spec_of(model: Decoder, block_size: int) -> KVCacheSpec:
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=model.dtype,
+        dtype=model.kv_dtype,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from m1_single_request.config import EngineConfig as SingleRequestConfig
 from m1_single_request.errors import ConfigError, shown
 from m1_single_request.field_rules import NonNegativeFloat, PositiveInt, check_fields
-from m3_paged_attention.config import BatchLimits, ModelConfig, Share, check_one_given
+from m3_paged_attention.config import BatchLimits, KVCacheDtype, ModelConfig, Share, check_one_given
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
@@ -34,7 +34,8 @@ class SchedulerConfig(BatchLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """KV memory: its size, its page size and the prefix cache that shares it. At most one of the sizes may be given."""
+    """KV memory: its size, its page size, the format of its numbers and the prefix cache that shares it. At most one of
+    the sizes may be given."""
 
     page_size: PositiveInt = 16
     """Tokens per page (m3: block). Only whole pages are shared."""
@@ -55,6 +56,9 @@ class CacheConfig:
     """On CUDA: share of the device's memory for weights, activations and KV together. The KV memory is this share less
     the memory of weights and of a profiling run. The default there: 0.9; the engines of a group that are on one device
     divide it. SGLang's `mem_fraction_static`."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Format of the numbers in the KV memory. `auto`: the model's precision. `int8` and `fp8` (e4m3): one byte per
+    number, and a float32 scale per token and head. More tokens fit, and outputs change a little."""
     debug: bool = False
     """Check every slot that is freed, and audit the whole memory after every step. Slow."""
 

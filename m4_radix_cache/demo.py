@@ -45,7 +45,10 @@ FLAGS: m1.Flags = {
     "requests": (RequestConfig, "priority cache_salt"),
     "prefix cache": (CacheConfig, "prefix_cache=--cache eviction_policy"),
     "batching": (SchedulerConfig, "max_num_seqs max_num_batched_tokens schedule_policy schedule_conservativeness"),
-    "KV memory": (CacheConfig, "page_size max_total_tokens kv_cache_memory_bytes gpu_memory_utilization"),
+    "KV memory": (
+        CacheConfig,
+        "page_size max_total_tokens kv_cache_memory_bytes gpu_memory_utilization kv_cache_dtype",
+    ),
     "demo": (DemoConfig, "num_prompts threads"),
 }
 

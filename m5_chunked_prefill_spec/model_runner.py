@@ -111,7 +111,7 @@ class ModelRunner:
         spec = kv_cache_spec_of(self.model, block_size)
         if self.draft_runner is None:
             return spec
-        return SpecWithDraft(**vars(spec), draft_bytes_per_token=self.draft_runner.kv_bytes_per_token)
+        return SpecWithDraft(**vars(spec), draft_bytes_per_token=self.draft_runner.model.kv_bytes_per_token)
 
     @torch.inference_mode()
     def measure_costs(self, most: int) -> CostTable:

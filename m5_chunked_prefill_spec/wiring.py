@@ -13,9 +13,11 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.device_limits import device_limits
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import check_memory_share
+from m3_paged_attention.kv_dtype import use_kv_dtype
 from m3_paged_attention.step_threads import StepThreads, step_threads
 from m3_paged_attention.wiring import trace_start
 from m3_paged_attention.worker import GPUWorker
+from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.wiring import (
@@ -52,6 +54,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         parts["model_loader"], config.model, config.speculative, loaded, default_models=(DEFAULT_MODEL,)
     )
     loaded = limited(loaded, drafting)
+    use_kv_dtype_of(config.cache, loaded, drafting)
     threads = step_threads(tracer, loaded, drafting)
     loaded, (limits, executor, rows, worker), budget = fit_to_memory(
         loaded, lambda loaded: build_executor(config, parts, loaded, drafting, tracer, threads), config
@@ -70,6 +73,13 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         parts=parts,
         tracer=tracer,
     )
+
+
+def use_kv_dtype_of(config: CacheConfig, *loaded: Any) -> None:
+    """Set the KV format of the target and, at the same slots, of its draft model; None is no model."""
+    for each in loaded:
+        if each is not None:
+            use_kv_dtype(each, config.kv_cache_dtype)
 
 
 class Runner(NamedTuple):
@@ -92,7 +102,7 @@ def build_executor(
 ) -> Runner:
     """Build the executor for requests of at most `loaded.max_model_len` tokens. `more`: further keywords of the
     `model_runner`."""
-    bytes_per_token = sum(each.kv_bytes_per_token for each in (loaded, drafting) if each is not None)
+    bytes_per_token = sum(each.model.kv_bytes_per_token for each in (loaded, drafting) if each is not None)
     device = config.speculative.limits(device_limits(loaded, bytes_per_token=bytes_per_token))
     limits = config.scheduler.resolved(loaded.max_model_len, device)
     assert limits.max_num_seqs is not None

@@ -26,6 +26,7 @@ from m5_chunked_prefill_spec.wiring import (
     build_input_processor,
     build_scheduler,
     cost_table,
+    use_kv_dtype_of,
 )
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
 from m6_multimodal_pd.disaggregation.config import FIRST_ENGINE, on_own_device
@@ -73,6 +74,7 @@ class PreparedEngine:
             load, config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
         )
         loaded = limited(loaded, self.drafting)
+        use_kv_dtype_of(config.cache, loaded, self.drafting)
         embeddings = parts["embedding_cache"](capacity_bytes=config.multimodal.embedding_cache_bytes, tracer=tracer)
         budget = config.multimodal.budget(device.type)
         self.encoder = parts["encoder"](tower=loaded.vision, cache=embeddings, budget=budget, tracer=tracer)

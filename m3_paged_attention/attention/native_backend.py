@@ -19,7 +19,7 @@ from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.native_library import PRECISIONS, SIGNATURES, load
-from m3_paged_attention.attention.native_step import NativeStep
+from m3_paged_attention.attention.native_step import NativeStep, kv_type
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.int8_weight import GROUP_SIZE, Int8Weight
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
@@ -64,31 +64,34 @@ class NativeBackend:
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write `key` and `value` `[tokens, kv_heads, head_dim]` to the slots of `slot_mapping`."""
-        kernels = self._kernels.get(key.dtype)
-        if kernels is None:
+        kernels, (num_tokens, kv_heads, head_dim) = self._kernels.get(key.dtype), key.shape
+        if kernels is None or (layer.key_cache.dtype != key.dtype and head_dim % (2 * LANES)):
             return self._torch.store_kv(key, value, layer, slot_mapping)
-        assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
+        assert layer.key_cache[0].is_contiguous() and layer.value_cache[0].is_contiguous()
         assert slot_mapping.dtype == torch.int64 and slot_mapping.shape[0] == key.shape[0] == value.shape[0]
         key, value = _dense_tokens(key), _dense_tokens(value)
-        num_tokens, width = key.shape[0], key.shape[1] * key.shape[2]
-        kernels.store_kv(key, value, *layer, slot_mapping, num_tokens, width, key.stride(0), value.stride(0))
+        where = *layer[:2], slot_mapping, kv_type(layer, key.dtype)
+        shape = num_tokens, kv_heads, head_dim, layer.key_cache.shape[1], key.stride(0), value.stride(0)
+        kernels.store_kv(key, value, *where, *shape, torch.get_num_threads())
 
     def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
         """Compute causal attention over the KV blocks. `[tokens, heads, head_dim]` in and out."""
         kernels, (_, heads, head_dim) = self._kernels.get(query.dtype), query.shape
         if kernels is None or head_dim % (2 * LANES):
             return self._torch.attention(query, layer, metadata, scale)
-        assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
+        assert layer.key_cache[0].is_contiguous() and layer.value_cache[0].is_contiguous()
+        caches, kind = layer[:2], kv_type(layer, query.dtype)
         query, output = _dense_tokens(query), query.new_empty(query.shape)
         tables, lengths, first = metadata.block_tables, metadata.seq_lens, metadata.num_prefills
         shape = heads, layer.key_cache.shape[2], head_dim, layer.key_cache.shape[1], query.stride(0), tables.stride(0)
         rest = *shape, scale, torch.get_num_threads()
         if metadata.num_prefills:
             where = tables, metadata.query_start_loc, lengths
-            kernels.attend_to_prompts(query, *layer, *where, output, metadata.num_prefills, *rest)
+            kernels.attend_to_prompts(query, *caches, *where, output, kind, metadata.num_prefills, *rest)
         if metadata.num_decodes:
             query, decoded = query[metadata.num_prefill_tokens :], output[metadata.num_prefill_tokens :]
-            kernels.attend(query, *layer, tables[first:], lengths[first:], decoded, metadata.num_decodes, *rest)
+            where = tables[first:], lengths[first:]
+            kernels.attend(query, *caches, *where, decoded, kind, metadata.num_decodes, *rest)
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.native_library import INT, F, N, P
-from m3_paged_attention.kv_storage import KVStorage
+from m3_paged_attention.kv_storage import KVLayer, KVStorage
 
+KV_TYPES = {torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+"""`KVType` of attention.h, for KV in another format than the model's."""
 MOST_TOKENS = 512
 """Maximum tokens of a step in one call. In a larger one the arithmetic takes far longer than the calls."""
 
@@ -50,7 +52,7 @@ class CStep(ctypes.Structure):
     """`Step` of layers.h."""
 
     _fields_ = [
-        *_fields(N, "num_layers hidden_size heads kv_heads head_dim intermediate_size block_size"),
+        *_fields(N, "num_layers hidden_size heads kv_heads head_dim intermediate_size block_size kv_type"),
         *_fields(F, "eps scale"),
         *_fields(P, "embedding norm cos sin layers"),
         *_fields(N, "num_tokens num_prefill_tokens num_prefills num_decodes table_stride"),
@@ -68,7 +70,7 @@ class NativeStep:
         self.model = model
         self.run_layers = run_layers
         self._known = list(model.layers)
-        layers = [_layer(layer, *kv.layer(index)) for index, layer in enumerate(model.layers)]
+        layers = [_layer(layer, *kv.layer(index)[:2]) for index, layer in enumerate(model.layers)]
         self._layers = (CLayer * len(layers))(*layers)
         self.table = CStep(
             num_layers=config.num_layers,
@@ -78,6 +80,7 @@ class NativeStep:
             head_dim=config.head_dim,
             intermediate_size=config.intermediate_size,
             block_size=kv.config.spec.block_size,
+            kv_type=kv_type(kv.layer(0), model.dtype),
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             embedding=model.embedding.data_ptr(),
@@ -126,6 +129,12 @@ class NativeStep:
         table.lengths, table.tables = metadata.seq_lens.data_ptr(), tables.data_ptr()
         table.output = output.data_ptr()
         return output
+
+
+def kv_type(layer: KVLayer, dtype: torch.dtype) -> int:
+    """Return the format of a layer's KV for the kernels of a model of `dtype`; 0 is its own."""
+    found = layer.key_cache.dtype
+    return 0 if found == dtype else KV_TYPES[found]
 
 
 def _layer(layer: Any, keys: Tensor, values: Tensor) -> CLayer:

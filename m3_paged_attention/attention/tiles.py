@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.kv_dtype import dequantize
 from m3_paged_attention.kv_storage import KVLayer
 
 TILE_BYTES = 2 * 2**20  # maximum keys and values of a tile, padding included
@@ -41,7 +42,7 @@ class Scratch:
 
 
 class Gather(NamedTuple):
-    """Copies the blocks of a few sequences side by side into scratch memory."""
+    """Copies the blocks of a few sequences side by side into scratch memory, in the precision of the queries."""
 
     block_ids: Tensor  # [num_seqs * blocks per sequence]
     scratch: tuple[Tensor, ...]  # keys and values, each [num_seqs * blocks, block_size, kv_heads, head_dim]
@@ -51,8 +52,11 @@ class Gather(NamedTuple):
 
     def __call__(self, layer: KVLayer) -> tuple[Tensor, ...]:
         """Return keys and values `[num_seqs, kv_heads, longest sequence, head_dim]`, valid until the next gather."""
-        torch.index_select(layer.key_cache, 0, self.block_ids, out=self.scratch[0])
-        torch.index_select(layer.value_cache, 0, self.block_ids, out=self.scratch[1])
+        for target, cache, scales in zip(self.scratch, layer[:2], layer[2:], strict=True):
+            if cache.dtype == target.dtype:
+                torch.index_select(cache, 0, self.block_ids, out=target)
+            else:
+                target.copy_(dequantize(cache[self.block_ids], None if scales is None else scales[self.block_ids]))
         if self.padding is not None:
             self.tokens.index_fill_(1, self.padding, 0)
         return self.views
@@ -70,7 +74,7 @@ class InPlace(NamedTuple):
         strides = (0, head_dim, num_kv_heads * head_dim, 1)
         return tuple(  # one call instead of four that slice, flatten and transpose
             cache.as_strided(self.shape, strides, cache.storage_offset() + self.first_block * cache.stride(0))
-            for cache in layer
+            for cache in layer[:2]
         )
 
 
@@ -117,7 +121,7 @@ class Plan:
             blocks = metadata.block_tables[row : row + 1, : self._num_blocks(length)]
             mask = None
             if num_new < length or length < FEW_TOKENS:
-                mask = self._cache.new_full((num_new, length), -torch.inf).triu_(length - num_new + 1)
+                mask = self.queries.new_full((num_new, length), -torch.inf).triu_(length - num_new + 1)
             yield Prefill(self._gather(blocks, length), slice(start, start + num_new), mask)
             start += num_new
 
@@ -127,7 +131,7 @@ class Plan:
         first = self._metadata.num_prefills
         heads = (-1, num_kv_heads, self.queries.shape[1] // num_kv_heads, head_dim)
         batch: tuple[Tensor, Tensor, Tensor] | None = None
-        for rows in _split(lens, TILE_BYTES // (2 * num_kv_heads * head_dim * self._cache.itemsize)):
+        for rows in _split(lens, TILE_BYTES // (2 * num_kv_heads * head_dim * self.queries.itemsize)):
             longest = lens[rows.stop - 1]
             num_blocks, padding, mask = self._num_blocks(longest), None, None
             if rows.stop - rows.start == 1:
@@ -141,7 +145,7 @@ class Plan:
                     padding = behind[rows, : num_blocks * block_size].flatten().nonzero().flatten()
                     mask = bias[rows, None, None, :longest]
             if mask is None and longest < FEW_TOKENS:
-                mask = self._cache.new_zeros(1, 1, 1, longest)
+                mask = self.queries.new_zeros(1, 1, 1, longest)
             gather = self._in_place(block_ids, longest) or self._gather(block_ids, longest, padding)
             yield DecodeTile(gather, mask, self.queries[rows].view(heads), self.attended[rows].view(heads))
 
@@ -157,13 +161,14 @@ class Plan:
         ends = metadata.seq_lens[metadata.num_prefills :].index_select(0, self.order)
         behind = torch.arange(width * block_size, device=cache.device) >= ends[:, None]  # [decodes, tokens]
         tables.masked_fill_(behind[:, ::block_size], 0)  # block 0 always exists
-        return tables, behind, cache.new_zeros(behind.shape).masked_fill_(behind, -torch.inf)
+        return tables, behind, self.queries.new_zeros(behind.shape).masked_fill_(behind, -torch.inf)
 
     def _in_place(self, block_ids: Tensor, longest: int) -> InPlace | None:
-        """Return an `InPlace` if the batch is one short sequence with adjacent blocks, else None."""
+        """Return an `InPlace` if the batch is one short sequence with adjacent blocks in its precision, else None."""
         _, _, num_kv_heads, head_dim = shape = self._cache.shape
         if (
-            self.attended.shape[0] > 1
+            self._cache.dtype != self.queries.dtype
+            or self.attended.shape[0] > 1
             or self._metadata.num_prefills > 0
             or 2 * longest * shape[2:].numel() * self._cache.itemsize > IN_PLACE_BYTES
         ):
@@ -176,7 +181,7 @@ class Plan:
     def _gather(self, block_ids: Tensor, longest: int, padding: Tensor | None = None) -> Gather:
         """Return a `Gather` of `block_ids` `[num_seqs, blocks]`."""
         num_seqs, block_shape = block_ids.shape[0], self._cache.shape[1:]
-        scratch = self._scratch.take((2, block_ids.numel(), *block_shape), self._cache)
+        scratch = self._scratch.take((2, block_ids.numel(), *block_shape), self.queries)
         views = [kv.view(num_seqs, -1, *block_shape[1:])[:, :longest].transpose(1, 2) for kv in scratch]
         tokens = scratch.view(2, -1, block_shape[1:].numel())
         return Gather(block_ids.flatten(), tuple(scratch), tuple(views), tokens, padding)

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.tiles import Plan, Prefill, Scratch
 from m3_paged_attention.int8_weight import Int8Weight
+from m3_paged_attention.kv_dtype import quantize
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
 from m3_paged_attention.linear import Linear, pack, plain
 
@@ -43,9 +44,14 @@ class TorchBackend:
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write `key` and `value` `[tokens, kv_heads, head_dim]` to the slots of `slot_mapping`."""
-        shape = (-1, *key.shape[1:])
-        layer.key_cache.view(shape).index_copy_(0, slot_mapping, key)
-        layer.value_cache.view(shape).index_copy_(0, slot_mapping, value)
+        if layer.key_scales is not None and layer.value_scales is not None:
+            block_size = layer.key_cache.shape[1]
+            slots = slot_mapping // block_size, slot_mapping % block_size
+            layer.key_cache[slots], layer.key_scales[slots] = quantize(key, layer.key_cache.dtype)
+            layer.value_cache[slots], layer.value_scales[slots] = quantize(value, layer.value_cache.dtype)
+            return
+        for cache, new in ((layer.key_cache, key), (layer.value_cache, value)):
+            cache.view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
 
     def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
         """Compute causal attention: prefills one by one, decodes in tiles. `[tokens, heads, head_dim]` in and out."""

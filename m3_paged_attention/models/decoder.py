@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.registry import Backend
+from m3_paged_attention.kv_dtype import vector_bytes
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.architecture import DecoderConfig
 from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
@@ -32,6 +33,8 @@ class Decoder:
         self.config, self.backend = config, backend
         self.embedding, self.norm = weights.embedding, weights.norm
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.kv_dtype = self.dtype
+        """Format of its KV (`use_kv_dtype` of `kv_dtype.py`)."""
         self.rotary = RotaryTable(config.rope, max_model_len, self.device)
         self.layers: list[DecoderLayer] = []
         while weights.layers:
@@ -39,6 +42,12 @@ class Decoder:
         self.head = backend.linear(weights.head)
         self.eager_reason: str | None = None
         """Reason why the backend's one call does not compute this model; None: it does, or the backend has none."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token in all layers, with their scales."""
+        config = self.config
+        return 2 * config.num_layers * config.num_kv_heads * vector_bytes(config.head_dim, self.kv_dtype)
 
     def use_kv(self, kv: KVStorage) -> None:
         """Prepare the steps over `kv`, the engine's KV memory. Call it again after a part of a layer was replaced."""

@@ -57,7 +57,6 @@ class DraftRunner:
         self.model: Decoder = loaded_model.model
         self.device = loaded_model.device
         self.req_to_token_pool = req_to_token_pool
-        self.kv_bytes_per_token = loaded_model.kv_bytes_per_token
 
     def initialize_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Reserve KV memory for `num_blocks` pages, as many as the target has."""

@@ -60,7 +60,7 @@ class PageStore:
             raise ConfigError(f"pages that go together need storages of as many pages each, not {shown(counts)}")
         self.num_pages = counts[0]
         """Pages that requests may have: 1 to `num_pages`. Page 0 is never allocated."""
-        self.layout = " + ".join(_layout(storage.blocks) for storage in storages)
+        self.layout = " + ".join(_layout(storage) for storage in storages)
         """Meaning of the bytes of a page. Only engines with equal layouts may exchange pages."""
         memories = [storage.blocks.flatten(2).view(torch.uint8) for storage in storages]  # [tensors, pages, bytes]
         # Numbers of 8 bytes are copied several times faster than bytes; only very small models have none.
@@ -140,6 +140,7 @@ class PageStore:
             yield memory, index, share.view(len(pages), *memory.shape[1:])
 
 
-def _layout(blocks: Tensor) -> str:
-    """Return `4 x [16, 2, 64] bfloat16`: number of tensors, shape of a page in each, and dtype."""
-    return f"{len(blocks)} x {list(blocks.shape[2:])} {str(blocks.dtype).removeprefix('torch.')}"
+def _layout(storage: KVStorage) -> str:
+    """Return `4 x [16, 2, 64] bfloat16`: number of tensors, shape of a page in each, and the format of its numbers."""
+    spec, (keys, *_) = storage.config.spec, storage.layer(0)
+    return f"{2 * spec.num_layers} x {list(keys.shape[1:])} {str(spec.dtype).removeprefix('torch.')}"

@@ -8,9 +8,14 @@
 //     output'  = output * scale + sum e^(scores - largest') * values
 //
 // and the result is output / total: the softmax, without a second pass.
+//
+// KV may be stored in another type K than the model's T. Numbers are converted in registers. A scale is a factor of its
+// token: of the score in keys, of the softmax weight in values.
 
 #pragma once
 
+#include <cfloat>
+#include <type_traits>
 #include <vector>
 
 #include "linear.h"
@@ -20,37 +25,104 @@ namespace {
 constexpr long CHUNK = LANES;  // tokens
 constexpr long MAX_HEADS = 4;  // query heads of one KV head that share a key while it is in a register
 
+enum KVType { OWN, BFLOAT16, INT8, FP8 };  // native_step.py has the same numbers
+
+template <class K> constexpr bool SCALED = sizeof(K) == 1;
+template <class K> constexpr float LARGEST = std::is_same_v<K, fp8> ? 448.0f : sizeof(K) == 1 ? 127.0f : 32767.0f;
+template <class T, class K> constexpr bool IS_OWN = std::is_same_v<T, K>;
+
+// The type of queries for keys K. 16 bits with a scale are more precise than bfloat16, and multiplied in pairs.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+template <class T, class K> constexpr bool IN_PAIRS = IS_OWN<T, bfloat16> && IS_OWN<K, int8_t>;
+#else
+template <class T, class K> constexpr bool IN_PAIRS = false;
+#endif
+template <class T, class K>
+using Query = std::conditional_t<IS_OWN<T, K>, T, std::conditional_t<IN_PAIRS<T, K>, int16_t, float>>;
+
+// Call `run` with pointers to keys and values of their type.
+template <class T, class F> void with_type(int type, const void* keys, const void* values, F run) {
+    switch (type) {
+        case BFLOAT16: return run((bfloat16*)keys, (bfloat16*)values);
+        case INT8: return run((int8_t*)keys, (int8_t*)values);
+        case FP8: return run((fp8*)keys, (fp8*)values);
+        default: return run((T*)keys, (T*)values);
+    }
+}
+
 struct Shape {  // queries of [num_seqs] sequences over [blocks, block_size, kv_heads, head_dim] keys and values
     long num_seqs, heads, kv_heads, head_dim, block_size;
     long query_stride;  // elements from the query of one token to that of the next
     long table_stride;  // the same for block tables
 
-    // Offset of the keys and values of a token, in elements.
-    long offset_of(const int32_t* table, long token) const {
-        return (table[token / block_size] * block_size + token % block_size) * kv_heads * head_dim;
+    // The scales of a block are behind its numbers: float [kv_heads, block_size].
+    template <class K> long block_elements() const {
+        return block_size * kv_heads * (head_dim + (SCALED<K> ? (long)sizeof(float) : 0));
+    }
+    // Offset of the keys and values of the token at `place` of a block, in elements.
+    template <class K> long offset_of(long block, long place) const {
+        return block * block_elements<K>() + place * kv_heads * head_dim;
+    }
+    // Offset of the scale of its first head, in floats.
+    template <class K> long scale_of(long block, long place) const {
+        return offset_of<K>(block, block_size) / (long)sizeof(float) + place;
     }
 };
 
-struct Chunk {  // some tokens of a sequence, and the offsets of the keys and values of their first head
-    long count, at[CHUNK];
+template <class K, long N> struct Places {  // of tokens of a sequence: offsets in elements, and in floats of scales
+    long count, at[N], scales[N];
 
-    Chunk(const int32_t* table, long token, long length, const Shape& shape) {
-        count = std::max(0L, std::min(CHUNK, length - token));
-        for (long t = 0; t < count; t++) at[t] = shape.offset_of(table, token + t);
+    // Up to N tokens from `token` on. With `repeats`, the last one is repeated until there are N.
+    Places(const int32_t* table, long token, long length, const Shape& shape, bool repeats = false) {
+        count = std::max(0L, std::min(N, length - token));
+        for (long t = 0; t < (repeats ? N : count); t++) {
+            const long i = std::min(token + t, length - 1);
+            const long block = table[i / shape.block_size], place = i % shape.block_size;
+            at[t] = shape.offset_of<K>(block, place);
+            if constexpr (SCALED<K>) scales[t] = shape.scale_of<K>(block, place);
+        }
+    }
+
+    // The scales of a KV head of these tokens, zeros after the end. `numbers`: the keys or values of the whole layer.
+    void read_scales(const K* numbers, long kv_head, const Shape& shape, float* to) const {
+        const float* from = (const float*)numbers + kv_head * shape.block_size;
+        for (long t = 0; t < N; t++) to[t] = t < count ? from[scales[t]] : 0.0f;
     }
 };
+template <class K> using Chunk = Places<K, CHUNK>;
 
-template <class T> struct Head {  // state of one query head during the pass over its sequence
-    const T* query;
+template <class Q> struct Head {  // state of one query head during the pass over its sequence
+    const Q* query;
+    float scale;  // of the products
     float* output;  // [head_dim]
     float largest = -INFINITY, total = 0.0f;
 };
+
+// Numbers of one type as another; `size` is a multiple of 16.
+template <class From, class To> inline void convert(const From* from, long size, To* to) {
+    for (long i = 0; i < size; i += LANES) store(to + i, load(from + i));
+}
+
+// Store a vector with a scale, which is returned. A vector with NaN or infinity gets a scale that is not finite.
+template <class T, class K> inline float quantize(const T* from, long dim, K* to) {
+    Ints largest = {};  // of the bits without the sign: they are ordered as the numbers are, with NaN above all
+    for (long i = 0; i < dim; i += LANES) {
+        const Ints size = (Ints)load(from + i) & 0x7fffffff, is_larger = size > largest;
+        largest = (is_larger & size) | (~is_larger & largest);
+    }
+    int32_t most = 0;
+    for (int lane = 0; lane < LANES; lane++) most = std::max(most, largest[lane]);
+    const float scale = bits_of<float>(most) / LARGEST<K>;
+    const float inverse = scale >= FLT_MIN && scale <= FLT_MAX ? 1.0f / scale : 0.0f;
+    for (long i = 0; i < dim; i += LANES) store(to + i, load(from + i) * inverse);
+    return scale;
+}
 
 // The largest score, or 0 where all scores so far are minus infinity: then their weights are zeros, not NaN.
 inline float finite(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
 // sum + a * b, 32 elements, in 16 lanes
-inline Floats add_products(Floats sum, const float* a, const float* b) {
+template <class K> inline Floats add_products(Floats sum, const float* a, const K* b) {
     sum += load(a) * load(b);
     return sum + load(a + LANES) * load(b + LANES);
 }
@@ -63,25 +135,56 @@ inline Floats add_products(Floats sum, const bfloat16* a, const bfloat16* b) {
 #endif
 }
 
+// The scales of a KV head of a chunk; after its end, any.
+template <class K>
+inline Floats scales_of(const K* numbers, long kv_head, const Chunk<K>& chunk, const Shape& shape) {
+    if (shape.block_size % CHUNK == 0)  // the chunk is in one block
+        return load((const float*)numbers + kv_head * shape.block_size + chunk.scales[0]);
+    float scales[CHUNK];
+    chunk.read_scales(numbers, kv_head, shape, scales);
+    return load(scales);
+}
+
+inline Ints add_products(Ints sum, const int16_t* a, const int8_t* b) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, read<__m512i>(a), _mm512_cvtepi8_epi16(read<__m256i>(b)));
+#else
+    return sum;  // not used
+#endif
+}
+inline Floats floats(Floats sum) { return sum; }
+inline Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
+
 // --8<-- [start:attend_chunk]
 // Attention of HEADS query heads of one KV head over a chunk of its keys and values; the next chunk is prefetched.
-template <class T, int HEADS>
-void attend_chunk(Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, const Chunk& next, long dim,
-                  float scale) {
+template <class Q, class K, int HEADS>
+void attend_chunk(Head<Q>* heads, const K* keys, const K* values, long kv_head, const Chunk<K>& chunk,
+                  const Chunk<K>& next, const Shape& shape) {
+    using Sums = std::conditional_t<IS_OWN<Q, int16_t>, Ints, Floats>;
+    const long dim = shape.head_dim;
+    Floats key_scales = {}, value_scales = {};
+    if constexpr (SCALED<K>) {
+        key_scales = scales_of(keys, kv_head, chunk, shape);
+        value_scales = scales_of(values, kv_head, chunk, shape);
+    }
+    keys += kv_head * dim, values += kv_head * dim;
     Floats products[HEADS][CHUNK] = {};
     for (long t = 0; t < chunk.count; t++) {
-        const T* key = keys + chunk.at[t];
+        const K* key = keys + chunk.at[t];
         if (t < next.count) fetch(keys + next.at[t], dim);
-        Floats product[HEADS] = {};
+        Sums product[HEADS] = {};
         for (long i = 0; i < dim; i += 2 * LANES)
             for (int h = 0; h < HEADS; h++) product[h] = add_products(product[h], heads[h].query + i, key + i);
-        for (int h = 0; h < HEADS; h++) products[h][t] = product[h];
+        for (int h = 0; h < HEADS; h++) products[h][t] = floats(product[h]);
     }
     alignas(64) float weights[HEADS][CHUNK];
     float shrink[HEADS];
     for (int h = 0; h < HEADS; h++) {
         float* scores = weights[h];
-        store(scores, sums(products[h]) * scale);
+        if constexpr (SCALED<K>)
+            store(scores, sums(products[h]) * heads[h].scale * key_scales);
+        else
+            store(scores, sums(products[h]) * heads[h].scale);
         float largest = heads[h].largest;
         for (long t = 0; t < chunk.count; t++) largest = std::max(largest, scores[t]);
         for (long t = chunk.count; t < CHUNK; t++) scores[t] = -INFINITY;
@@ -89,7 +192,10 @@ void attend_chunk(Head<T>* heads, const T* keys, const T* values, const Chunk& c
         shrink[h] = exp(all(heads[h].largest - finite(largest)))[0];
         heads[h].largest = largest;
         heads[h].total = heads[h].total * shrink[h] + sum(weight);
-        store(weights[h], weight);
+        if constexpr (SCALED<K>)
+            store(weights[h], weight * value_scales);
+        else
+            store(weights[h], weight);
     }
     for (long t = 0; t < next.count; t++) fetch(values + next.at[t], dim);
     for (long i = 0; i < dim; i += LANES) {
@@ -104,20 +210,21 @@ void attend_chunk(Head<T>* heads, const T* keys, const T* values, const Chunk& c
 }
 // --8<-- [end:attend_chunk]
 
-template <class T>
-void attend_chunk(long num_heads, Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, const Chunk& next,
-                  long dim, float scale) {
+template <class Q, class K>
+void attend_chunk(long num_heads, Head<Q>* heads, const K* keys, const K* values, long kv_head, const Chunk<K>& chunk,
+                  const Chunk<K>& next, const Shape& shape) {
     switch (num_heads) {
-        case 1: return attend_chunk<T, 1>(heads, keys, values, chunk, next, dim, scale);
-        case 2: return attend_chunk<T, 2>(heads, keys, values, chunk, next, dim, scale);
-        case 3: return attend_chunk<T, 3>(heads, keys, values, chunk, next, dim, scale);
-        default: return attend_chunk<T, MAX_HEADS>(heads, keys, values, chunk, next, dim, scale);
+        case 1: return attend_chunk<Q, K, 1>(heads, keys, values, kv_head, chunk, next, shape);
+        case 2: return attend_chunk<Q, K, 2>(heads, keys, values, kv_head, chunk, next, shape);
+        case 3: return attend_chunk<Q, K, 3>(heads, keys, values, kv_head, chunk, next, shape);
+        default: return attend_chunk<Q, K, MAX_HEADS>(heads, keys, values, kv_head, chunk, next, shape);
     }
 }
 
-template <class T>
-void attend(const T* query, const T* keys, const T* values, const int32_t* tables, const int32_t* lengths, T* output,
+template <class T, class K>
+void attend(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* lengths, T* output,
             const Shape& shape, float scale, int threads) {
+    using Q = Query<T, K>;
     const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
     // A thread computes all heads of a token, which are adjacent in memory. Threads share only few sequences.
     const long parts = shape.num_seqs >= 2 * threads ? 1 : std::min(shape.kv_heads, (long)threads);
@@ -130,16 +237,27 @@ void attend(const T* query, const T* keys, const T* values, const int32_t* table
             const T* from = query + seq * shape.query_stride + first * group * dim;
             T* to = output + (seq * shape.heads + first * group) * dim;
             std::vector<float> sums(num_heads * dim, 0.0f);
-            std::vector<Head<T>> heads(num_heads);
-            for (long h = 0; h < num_heads; h++) heads[h].query = from + h * dim, heads[h].output = &sums[h * dim];
-            Chunk next(table, 0, length, shape);
-            for (long token = 0; token < length; token += CHUNK) {
-                const Chunk chunk = next;
-                next = Chunk(table, token + CHUNK, length, shape);
-                for (long h = 0; h < num_heads; h += std::min(MAX_HEADS, group - h % group)) {
-                    const long at = (first + h / group) * dim;
-                    attend_chunk(group - h % group, &heads[h], keys + at, values + at, chunk, next, dim, scale);
+            std::vector<Head<Q>> heads(num_heads);
+            std::vector<Q> converted(IS_OWN<T, K> ? 0 : num_heads * dim);
+            for (long h = 0; h < num_heads; h++) {
+                heads[h].scale = scale, heads[h].output = &sums[h * dim];
+                if constexpr (IS_OWN<T, K>) {
+                    heads[h].query = from + h * dim;
+                } else {
+                    Q* to = &converted[h * dim];
+                    heads[h].query = to;
+                    if constexpr (IN_PAIRS<T, K>)
+                        heads[h].scale *= quantize(from + h * dim, dim, to);
+                    else
+                        convert(from + h * dim, dim, to);
                 }
+            }
+            Chunk<K> next(table, 0, length, shape);
+            for (long token = 0; token < length; token += CHUNK) {
+                const Chunk<K> chunk = next;
+                next = Chunk<K>(table, token + CHUNK, length, shape);
+                for (long h = 0; h < num_heads; h += std::min(MAX_HEADS, group - h % group))
+                    attend_chunk(group - h % group, &heads[h], keys, values, first + h / group, chunk, next, shape);
             }
             for (long h = 0; h < num_heads; h++)
                 for (long i = 0; i < dim; i += LANES)
@@ -205,15 +323,19 @@ struct Rows {  // state of 16 queries during the pass over their sequence
     Floats largest = all(-INFINITY), total = {};
 
     // Convert the scores of 64 tokens to weights, for each of `rows` queries; a query attends to its first `visible`
-    // tokens. Returns the factor of the earlier sums.
-    template <class T> Floats weigh(long rows, float* scores, const long* visible, float scale, T* weights) {
+    // tokens. Returns the factor of the earlier sums. The scales of the tokens: [64] each, or null.
+    template <bool IS_SCALED, class T>
+    Floats weigh(long rows, float* scores, const long* visible, float scale, T* weights, const float* key_scales,
+                 const float* value_scales) {
         const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         Floats most[LANES] = {}, sum_of_weights[LANES] = {};
         for (long r = 0; r < rows; r++) {
             most[r] = all(-INFINITY);
             for (long v = 0; v < VECTORS; v++) {
                 float* at = scores + r * PANEL + v * LANES;
-                const Floats score = pick(lane + (int)(v * LANES) < (int)visible[r], load(at) * scale, all(-INFINITY));
+                Floats product = load(at) * scale;
+                if constexpr (IS_SCALED) product *= load(key_scales + v * LANES);
+                const Floats score = pick(lane + (int)(v * LANES) < (int)visible[r], product, all(-INFINITY));
                 store(at, score);
                 most[r] = larger(score, most[r]);
             }
@@ -223,8 +345,9 @@ struct Rows {  // state of 16 queries during the pass over their sequence
         const Floats base = pick(largest == -INFINITY, Floats{}, largest);  // without a token, the weights are zeros
         for (long r = 0; r < rows; r++)
             for (long v = 0; v < VECTORS; v++) {
-                const Floats weight = exp(load(scores + r * PANEL + v * LANES) - base[r]);
+                Floats weight = exp(load(scores + r * PANEL + v * LANES) - base[r]);
                 sum_of_weights[r] += weight;
+                if constexpr (IS_SCALED) weight *= load(value_scales + v * LANES);
                 store(weights + r * PANEL + v * LANES, weight);
             }
         const Floats shrink = pick(before == largest, all(1.0f), exp(before - base));
@@ -234,13 +357,15 @@ struct Rows {  // state of 16 queries during the pass over their sequence
 };
 
 // `count` queries from `first` on, of one sequence and one KV head. The last query attends to the whole sequence.
-template <class T>
-void attend_to_tile(const T* query, const T* keys, const T* values, const int32_t* table, long context, long first,
+template <class T, class K>
+void attend_to_tile(const T* query, const K* keys, const K* values, const int32_t* table, long context, long first,
                     long count, T* output, const Shape& shape, long kv_head, float scale) {
     const long dim = shape.head_dim, group = shape.heads / shape.kv_heads, rows = count * group;
     const long num_panels = (dim + PANEL - 1) / PANEL, length = context + first + count;
     Room<T> queries(rows * dim), weights(rows * PANEL);
     Room<T> key_panel(PANEL * dim), value_panels(num_panels * PANEL * PANEL);
+    Room<T> unpacked(IS_OWN<T, K> ? 0 : 2 * PANEL * dim);
+    Room<float> scales(2 * PANEL);  // of keys, and of values
     Room<float> scores(rows * PANEL), outputs(num_panels * rows * PANEL);  // sums of values: [panels][rows][64]
     std::vector<Rows> states((rows + LANES - 1) / LANES);
     for (long r = 0; r < rows; r++) {
@@ -249,11 +374,26 @@ void attend_to_tile(const T* query, const T* keys, const T* values, const int32_
     }
     for (long token = 0; token < length; token += PANEL) {
         const long num_tokens = std::min(PANEL, length - token);
-        long at[PANEL];
-        for (long t = 0; t < PANEL; t++)  // after the end, which no query attends to, its key is repeated
-            at[t] = shape.offset_of(table, std::min(token + t, length - 1)) + kv_head * dim;
-        pack_keys(keys, at, dim, key_panel.begin);
-        pack_values(values, at, num_tokens, dim, value_panels.begin);
+        Places<K, PANEL> places(table, token, length, shape, true);  // no query attends to what is after the end
+        long* at = places.at;
+        for (long t = 0; t < PANEL; t++) at[t] += kv_head * dim;
+        if constexpr (SCALED<K>) {
+            places.read_scales(keys, kv_head, shape, scales.begin);
+            places.read_scales(values, kv_head, shape, scales.begin + PANEL);
+        }
+        if constexpr (IS_OWN<T, K>) {
+            pack_keys(keys, at, dim, key_panel.begin);
+            pack_values(values, at, num_tokens, dim, value_panels.begin);
+        } else {
+            T *key = unpacked.begin, *value = key + PANEL * dim;
+            for (long t = 0; t < PANEL; t++) {
+                convert(keys + at[t], dim, key + t * dim);
+                convert(values + at[t], dim, value + t * dim);
+                at[t] = t * dim;
+            }
+            pack_keys(key, at, dim, key_panel.begin);
+            pack_values(value, at, num_tokens, dim, value_panels.begin);
+        }
         std::fill_n(scores.begin, rows * PANEL, 0.0f);
         multiply_all(queries.begin, key_panel.begin, scores.begin, rows, dim);
         for (long from = 0; from < rows; from += LANES) {
@@ -262,7 +402,8 @@ void attend_to_tile(const T* query, const T* keys, const T* values, const int32_
             for (long r = 0; r < some; r++) visible[r] = context + first + (from + r) / group + 1 - token;
             const long at = from * PANEL;
             float* of_rows = scores.begin + at;
-            const Floats shrink = states[from / LANES].weigh(some, of_rows, visible, scale, weights.begin + at);
+            const Floats shrink = states[from / LANES].template weigh<SCALED<K>>(
+                some, of_rows, visible, scale, weights.begin + at, scales.begin, scales.begin + PANEL);
             for (long r = 0; r < some; r++)
                 for (long p = 0; shrink[r] != 1.0f && p < num_panels; p++)
                     for (long v = 0; v < VECTORS; v++) {
@@ -284,8 +425,8 @@ void attend_to_tile(const T* query, const T* keys, const T* values, const int32_
 }
 
 // Sequences with several new tokens: those of sequence s are starts[s]..starts[s + 1], the last of its lengths[s].
-template <class T>
-void attend_to_prompts(const T* query, const T* keys, const T* values, const int32_t* tables, const int32_t* starts,
+template <class T, class K>
+void attend_to_prompts(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* starts,
                        const int32_t* lengths, T* output, const Shape& shape, float scale, int threads) {
     const long group = shape.heads / shape.kv_heads, tile = std::max(1L, TILE_ROWS / group);
     for (long seq = 0; seq < shape.num_seqs; seq++) {
@@ -299,12 +440,32 @@ void attend_to_prompts(const T* query, const T* keys, const T* values, const int
     }
 }
 
-template <class T>
-void store_kv(const T* key, const T* value, T* keys, T* values, const int64_t* slots, long tokens, long width,
-              long key_stride, long value_stride) {
+constexpr long STORED_ALONE = 1 << 15;  // elements that one thread stores faster than two
+
+// The heads of one token: `place` of a block.
+template <class T, class K>
+inline void store_token(const T* from, K* to, const Shape& shape, long block, long place) {
+    const long dim = shape.head_dim, width = shape.kv_heads * dim;
+    K* numbers = to + shape.offset_of<K>(block, place);
+    if constexpr (IS_OWN<T, K>)
+        std::memcpy((void*)numbers, from, width * sizeof(T));
+    else if constexpr (SCALED<K>)
+        for (long h = 0; h < shape.kv_heads; h++)
+            ((float*)to)[shape.scale_of<K>(block, place) + h * shape.block_size] =
+                quantize(from + h * dim, dim, numbers + h * dim);
+    else
+        convert(from, width, numbers);
+}
+
+template <class T, class K>
+void store_kv(const T* key, const T* value, K* keys, K* values, const int64_t* slots, long tokens, const Shape& shape,
+              long key_stride, long value_stride, int threads) {
+    if (tokens * shape.kv_heads * shape.head_dim <= STORED_ALONE) threads = 1;
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (long t = 0; t < tokens; t++) {
-        std::memcpy(keys + slots[t] * width, key + t * key_stride, width * sizeof(T));
-        std::memcpy(values + slots[t] * width, value + t * value_stride, width * sizeof(T));
+        const long block = slots[t] / shape.block_size, place = slots[t] % shape.block_size;
+        store_token(key + t * key_stride, keys, shape, block, place);
+        store_token(value + t * value_stride, values, shape, block, place);
     }
 }
 

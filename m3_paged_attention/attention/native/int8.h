@@ -15,8 +15,8 @@
 
 namespace {
 
-constexpr long SCALED = 128;            // inputs that share a scale
-constexpr long AHEAD = SCALED * PANEL;  // distance of the prefetch, in bytes
+constexpr long SCALE_GROUP = 128;       // inputs that share a scale
+constexpr long AHEAD = SCALE_GROUP * PANEL;  // distance of the prefetch, in bytes
 typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef int16_t Shorts __attribute__((vector_size(32)));
 
@@ -81,18 +81,18 @@ inline void multiply_scaled(long rows, const T* x, const int8_t* panel, const fl
     }
 }
 
-inline long scales_of(long in) { return (in + SCALED - 1) / SCALED; }
-inline long panel_bytes(long in) { return (scales_of(in) * (long)sizeof(float) + in) * PANEL; }
+inline long num_scales(long in) { return (in + SCALE_GROUP - 1) / SCALE_GROUP; }
+inline long panel_bytes(long in) { return (num_scales(in) * (long)sizeof(float) + in) * PANEL; }
 
 // y [rows][out] = x [rows][in] * weights + bias
 template <class T>
 void linear_int8(const T* x, const int8_t* packed, const T* bias, T* y, long rows, long in, long out, int threads) {
     for_panels(bias, y, rows, out, threads, [=](long first, long count, long p, float* sums) {
         const int8_t* panel = packed + p * panel_bytes(in);
-        alignas(64) T kept[SCALED * PANEL];
+        alignas(64) T kept[SCALE_GROUP * PANEL];
         const long num_groups = (count + GROUP - 1) / GROUP;
-        for (long from = 0; from < in; from += SCALED) {
-            const long depth = std::min(SCALED, in - from);
+        for (long from = 0; from < in; from += SCALE_GROUP) {
+            const long depth = std::min(SCALE_GROUP, in - from);
             const float* scales = (const float*)panel;
             fetch(panel + AHEAD, PANEL * sizeof(float));
             panel += PANEL * sizeof(float);
@@ -118,12 +118,12 @@ inline void pack(const int8_t* values, const float* scales, int8_t* packed, long
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long p = 0; p < num_panels; p++) {
         int8_t* to = packed + p * panel_bytes(in);
-        for (long from = 0; from < in; from += SCALED) {
+        for (long from = 0; from < in; from += SCALE_GROUP) {
             for (long i = p * PANEL; i < (p + 1) * PANEL; i++, to += sizeof(float)) {
-                const float scale = i < out ? scales[i * scales_of(in) + from / SCALED] : 0.0f;
+                const float scale = i < out ? scales[i * num_scales(in) + from / SCALE_GROUP] : 0.0f;
                 std::memcpy(to, &scale, sizeof(scale));
             }
-            for (long k = from; k < std::min(in, from + SCALED); k++)
+            for (long k = from; k < std::min(in, from + SCALE_GROUP); k++)
                 for (long i = p * PANEL; i < (p + 1) * PANEL; i++) *to++ = i < out ? values[i * in + k] : 0;
         }
     }

@@ -38,22 +38,31 @@
                               int threads) {                                                                           \
         linear_int8(x, packed, bias, y, rows, in, out, threads);                                                       \
     }                                                                                                                  \
-    void attend_##suffix(const T* query, const T* keys, const T* values, const int32_t* tables,                        \
-                         const int32_t* lengths, T* output, long num_seqs, long heads, long kv_heads, long head_dim,   \
-                         long block_size, long query_stride, long table_stride, float scale, int threads) {            \
+    void attend_##suffix(const T* query, const void* keys, const void* values, const int32_t* tables,                  \
+                         const int32_t* lengths, T* output, int type, long num_seqs, long heads, long kv_heads,        \
+                         long head_dim, long block_size, long query_stride, long table_stride, float scale,            \
+                         int threads) {                                                                                \
         const Shape shape = {num_seqs, heads, kv_heads, head_dim, block_size, query_stride, table_stride};             \
-        attend(query, keys, values, tables, lengths, output, shape, scale, threads);                                   \
+        with_type<T>(type, keys, values, [&](auto* k, auto* v) {                                                       \
+            attend(query, k, v, tables, lengths, output, shape, scale, threads);                                       \
+        });                                                                                                            \
     }                                                                                                                  \
-    void attend_to_prompts_##suffix(const T* query, const T* keys, const T* values, const int32_t* tables,             \
-                                    const int32_t* starts, const int32_t* lengths, T* output, long num_seqs,           \
-                                    long heads, long kv_heads, long head_dim, long block_size, long query_stride,      \
-                                    long table_stride, float scale, int threads) {                                     \
+    void attend_to_prompts_##suffix(const T* query, const void* keys, const void* values, const int32_t* tables,       \
+                                    const int32_t* starts, const int32_t* lengths, T* output, int type,                \
+                                    long num_seqs, long heads, long kv_heads, long head_dim, long block_size,          \
+                                    long query_stride, long table_stride, float scale, int threads) {                  \
         const Shape shape = {num_seqs, heads, kv_heads, head_dim, block_size, query_stride, table_stride};             \
-        attend_to_prompts(query, keys, values, tables, starts, lengths, output, shape, scale, threads);                \
+        with_type<T>(type, keys, values, [&](auto* k, auto* v) {                                                       \
+            attend_to_prompts(query, k, v, tables, starts, lengths, output, shape, scale, threads);                    \
+        });                                                                                                            \
     }                                                                                                                  \
-    void store_kv_##suffix(const T* key, const T* value, T* keys, T* values, const int64_t* slots, long tokens,        \
-                           long width, long key_stride, long value_stride) {                                           \
-        store_kv(key, value, keys, values, slots, tokens, width, key_stride, value_stride);                            \
+    void store_kv_##suffix(const T* key, const T* value, void* keys, void* values, const int64_t* slots, int type,     \
+                           long tokens, long kv_heads, long head_dim, long block_size, long key_stride,                \
+                           long value_stride, int threads) {                                                           \
+        const Shape shape = {0, 0, kv_heads, head_dim, block_size, 0, 0};                                              \
+        with_type<T>(type, keys, values, [&](auto* k, auto* v) {                                                       \
+            store_kv(key, value, k, v, slots, tokens, shape, key_stride, value_stride, threads);                       \
+        });                                                                                                            \
     }                                                                                                                  \
     void rms_norm_##suffix(const T* x, const T* weight, T* y, long rows, long heads, long width, long stride,          \
                            int weight_per_head, float eps, int threads) {                                              \

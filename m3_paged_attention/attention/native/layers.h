@@ -21,13 +21,13 @@ template <class T> struct Linear {
 template <class T> struct Layer {
     const T *input_norm, *qk_norm, *post_attention_norm;  // qk_norm: a row for every head of Q and K, or null
     Linear<T> qkv, o, gate_up, down;
-    T *keys, *values;  // [blocks, block_size, kv_heads, head_dim]
+    void *keys, *values;  // [blocks, block_size, kv_heads, head_dim], of `Step::kv_type`; scales behind each block
 };
 
 // native_step.py has the same fields in the same order.
 template <class T> struct Step {
     // of the model and its KV
-    long num_layers, hidden_size, heads, kv_heads, head_dim, intermediate_size, block_size;
+    long num_layers, hidden_size, heads, kv_heads, head_dim, intermediate_size, block_size, kv_type;
     float eps, scale;
     const T *embedding, *norm;
     const float *cos, *sin;  // [positions, head_dim / 2]
@@ -52,14 +52,17 @@ template <class T> void attention_of(const Step<T>& s, const Layer<T>& layer, co
     const long width = s.heads * s.head_dim;
     if (s.num_prefills) {
         const Shape shape = {s.num_prefills, s.heads, s.kv_heads, s.head_dim, s.block_size, stride, s.table_stride};
-        attend_to_prompts(query, layer.keys, layer.values, s.tables, s.starts, s.lengths, output, shape, s.scale,
-                          s.threads);
+        with_type<T>(s.kv_type, layer.keys, layer.values, [&](auto* keys, auto* values) {
+            attend_to_prompts(query, keys, values, s.tables, s.starts, s.lengths, output, shape, s.scale, s.threads);
+        });
     }
     if (s.num_decodes) {
         const Shape shape = {s.num_decodes, s.heads, s.kv_heads, s.head_dim, s.block_size, stride, s.table_stride};
         const int32_t* tables = s.tables + s.num_prefills * s.table_stride;
-        attend(query + s.num_prefill_tokens * stride, layer.keys, layer.values, tables, s.lengths + s.num_prefills,
-               output + s.num_prefill_tokens * width, shape, s.scale, s.threads);
+        with_type<T>(s.kv_type, layer.keys, layer.values, [&](auto* keys, auto* values) {
+            attend(query + s.num_prefill_tokens * stride, keys, values, tables, s.lengths + s.num_prefills,
+                   output + s.num_prefill_tokens * width, shape, s.scale, s.threads);
+        });
     }
 }
 
@@ -91,7 +94,10 @@ template <class T> void run_layers(const Step<T>& s) {
             query = of_qk, stride = qk;
         }
         rotary(query, cos, sin, rows, qk_heads, half, stride, threads);
-        store_kv(query + s.heads * dim, of_qkv + qk, layer.keys, layer.values, s.slots, rows, v, stride, qkv);
+        const Shape stored = {0, 0, s.kv_heads, dim, s.block_size, 0, 0};
+        with_type<T>(s.kv_type, layer.keys, layer.values, [&](auto* keys, auto* values) {
+            store_kv(query + s.heads * dim, of_qkv + qk, keys, values, s.slots, rows, stored, stride, qkv, threads);
+        });
         attention_of(s, layer, query, stride, attended);
         apply(layer.o, attended, y, rows, s.heads * dim, hidden, threads);
         add_rms_norm(y, residual, layer.post_attention_norm, x, rows, hidden, s.eps, threads);

@@ -22,7 +22,11 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
+typedef int16_t Shorts __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+
 struct bfloat16 { uint16_t bits; };  // the upper half of a float
+struct fp8 { uint8_t bits; };        // e4m3: sign, 4 bits of exponent, 3 of mantissa; no infinity
 
 template <class To, class From> inline To bits_of(From from) {
     static_assert(sizeof(To) == sizeof(From), "");
@@ -38,10 +42,36 @@ template <class V> inline V read(const void* from) {
 }
 
 inline Floats all(float x) { return x - Floats{}; }
+inline Floats pick(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
 
 inline Floats load(const float* from) { return read<Floats>(from); }
 inline Floats load(const bfloat16* from) {
+#if defined(__AVX512F__)
+    return (Floats)((Words)_mm512_cvtepu16_epi32(read<__m256i>(from)) << 16);  // GCC 12 takes five instructions
+#else
     return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
+#endif
+}
+inline Ints integers(const void* from) {  // of 16 signed bytes
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepi8_epi32(read<__m128i>(from));  // GCC 12 takes nine instructions
+#else
+    return __builtin_convertvector(__builtin_convertvector(read<Bytes>(from), Shorts), Ints);
+#endif
+}
+inline Floats load(const int8_t* from) { return __builtin_convertvector(integers(from), Floats); }
+inline Floats load(const fp8* from) {
+#if defined(__AVX512BW__)
+    // Exponent and mantissa of a half are one bit longer and seven; its exponent is larger by 8.
+    const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(read<__m128i>(from)), 7);
+    return (Floats)_mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16((short)0xbf80))) * 256.0f;
+#else
+    const Ints byte = integers(from);  // the sign is in the upper bits, too
+    const Ints low = (byte & 0x7f) << 20;
+    const Floats small = (Floats)(low + (121 << 23)) - 0.015625f;  // 2^-6: without an exponent there is no leading one
+    const Floats size = pick(low < (1 << 23), small, (Floats)(low + (120 << 23)));
+    return (Floats)((Ints)size | (byte & (int32_t)0x80000000));
+#endif
 }
 
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof(v)); }
@@ -51,6 +81,24 @@ inline void store(bfloat16* to, Floats v) {  // to the nearest, ties to even; Na
     Words rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
     Halves halves = __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), Halves);
     std::memcpy(to, &halves, sizeof(halves));
+}
+inline Ints rounded(Floats v) { return (Ints)(v + 12582912.0f) - 0x4b400000; }  // to even at ties, as in `exp`
+inline void store(int8_t* to, Floats v) {  // from -127 to 127
+    const Bytes bytes = __builtin_convertvector(rounded(v), Bytes);
+    std::memcpy(to, &bytes, sizeof(bytes));
+}
+inline void store(int16_t* to, Floats v) {
+    const Shorts shorts = __builtin_convertvector(rounded(v), Shorts);
+    std::memcpy(to, &shorts, sizeof(shorts));
+}
+inline void store(fp8* to, Floats v) {  // to the nearest, ties to even; 448 for more
+    const Ints word = (Ints)v, size = word & 0x7fffffff;
+    const Ints large = ((size + 0x7ffff + ((size >> 20) & 1)) >> 20) - (120 << 3);
+    const Ints small = (Ints)((Floats)size + 16384.0f) - 0x46800000;  // below 2^-6, in units of 2^-9
+    const Ints is_small = size < (121 << 23), is_most = large > 0x7e;
+    const Ints code = (is_small & small) | (~is_small & ((is_most & 0x7e) | (~is_most & large)));
+    const Bytes bytes = __builtin_convertvector(code | ((word >> 24) & 0x80), Bytes);
+    std::memcpy(to, &bytes, sizeof(bytes));
 }
 
 inline float load_one(const float* from) { return *from; }
@@ -94,7 +142,6 @@ template <class Join> inline Floats join(const Floats* v, Join both) {
                 LANES_OF(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
 }
 
-inline Floats pick(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
 inline Floats larger(Floats a, Floats b) { return pick(a > b, a, b); }
 
 inline Floats sums(const Floats* v) {
