@@ -27,6 +27,7 @@ from m3_paged_attention.attention.triton_attention import (
     store_kv_kernel,
 )
 from m3_paged_attention.attention.triton_pointwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
+from m3_paged_attention.attention.triton_scaled import store_scaled_kv_kernel
 from m3_paged_attention.attention.triton_tiles import (
     MOST_SPLIT,
     multiprocessors,
@@ -37,6 +38,7 @@ from m3_paged_attention.attention.triton_tiles import (
     split_tile,
 )
 from m3_paged_attention.int8_weight import Int8Weight
+from m3_paged_attention.kv_dtype import LARGEST
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
 from m3_paged_attention.linear import Linear, plain
 
@@ -58,13 +60,15 @@ class TritonBackend:
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write the new keys and values `[num_tokens, num_kv_heads, head_dim]` into the slots of `slot_mapping`."""
+        if layer.key_scales is not None:
+            return _store_scaled(key, value, layer, slot_mapping)
         assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
         num_tokens = key.shape[0]
         width = key.shape[1] * key.shape[2]
         store_kv_kernel[(num_tokens,)](
             _packed(key),
             _packed(value),
-            *layer,
+            *layer[:2],
             slot_mapping,
             key.stride(0),
             value.stride(0),
@@ -98,7 +102,7 @@ class TritonBackend:
         num_tiles = -(-metadata.max_query_len // tile.block_m)
         paged_prefill_kernel[(num_tiles, metadata.num_prefills, num_heads)](
             query,
-            *layer,
+            *_pointers(layer),
             metadata.block_tables,
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -111,6 +115,8 @@ class TritonBackend:
             HEAD_DIM=head_dim,
             HEAD_PAD=padded_head(head_dim),
             PAGE=layer.key_cache.shape[1],
+            PAGE_STRIDE=layer.key_cache.stride(0),
+            SCALED=layer.key_scales is not None,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             MOST_SPLIT=MOST_SPLIT,
@@ -138,7 +144,7 @@ class TritonBackend:
         queries = tile.block_m // group  # of a tile
         paged_decode_kernel[(len(rows) * -(-width // queries), num_kv_heads, splits)](
             query,
-            *layer,
+            *_pointers(layer),
             metadata.block_tables,
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -154,6 +160,8 @@ class TritonBackend:
             HEAD_DIM=head_dim,
             HEAD_PAD=padded_head(head_dim),
             PAGE=layer.key_cache.shape[1],
+            PAGE_STRIDE=layer.key_cache.stride(0),
+            SCALED=layer.key_scales is not None,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             QUERIES=queries,
@@ -238,6 +246,34 @@ class TritonBackend:
 
     def step(self, model: Any, kv: KVStorage) -> None:
         """Return None: the layers run one operation at a time."""
+
+
+def _pointers(layer: KVLayer) -> tuple[Tensor, ...]:
+    """Return the tensors of a layer for the kernels; without scales they get the caches in their place."""
+    keys, values, key_scales, value_scales = layer
+    return keys, values, keys if key_scales is None else key_scales, values if value_scales is None else value_scales
+
+
+def _store_scaled(key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
+    num_tokens, num_kv_heads, head_dim = key.shape
+    cache = layer.key_cache
+    store_scaled_kv_kernel[(num_tokens,)](
+        _packed(key),
+        _packed(value),
+        *layer,
+        slot_mapping,
+        key.stride(0),
+        value.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        HEADS_PAD=power_of_two(num_kv_heads),
+        HEAD_DIM=head_dim,
+        HEAD_PAD=power_of_two(head_dim),
+        PAGE=cache.shape[1],
+        PAGE_STRIDE=cache.stride(0),
+        LARGEST=LARGEST[cache.dtype],
+        IS_INTEGER=not cache.dtype.is_floating_point,
+        num_warps=_num_warps(num_kv_heads * head_dim),
+    )
 
 
 def _num_warps(elements: int) -> int:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.registry import Backend
-from m3_paged_attention.kv_storage import KVLayer
+from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_dtype import dequantize, quantize
+from m3_paged_attention.kv_storage import KVLayer, KVStorage
 
 NO_SUCH_PAGE = 10**6
 
@@ -70,7 +72,7 @@ def paged_batch(
         expected[tokens] = causal_attention(query, key, value, head_dim**-0.5)
     return PagedBatch(
         query=fused.to(device)[:, :num_heads],
-        layer=KVLayer(*(cache.to(device) for cache in layer)),
+        layer=KVLayer(*(cache.to(device) for cache in layer[:2])),
         metadata=_metadata(query_lens, seq_lens, len(prefills), tables, device),
         scale=head_dim**-0.5,
         expected=expected,
@@ -187,3 +189,33 @@ def check_attention(backend: Backend, batch: PagedBatch, tolerances: dict[torch.
     own = TORCH_ATTENTION if backend.name == "torch" else {}
     assert_close(result, batch.expected, tolerances or ATTENTION | own)
     return result
+
+
+def kv_storage(batch: PagedBatch, kv_dtype: torch.dtype) -> KVStorage:
+    """Memory of one layer in another format, for the pages of a batch; all of it reads as NaN or as large numbers."""
+    num_pages, page, num_kv_heads, head_dim = batch.layer.key_cache.shape
+    spec = KVCacheSpec(block_size=page, num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=kv_dtype)
+    storage = KVStorage(KVCacheConfig(spec=spec, num_blocks=num_pages - 1), device=batch.query.device)
+    storage.blocks.view(torch.uint8).fill_(255)
+    return storage
+
+
+def in_kv_dtype(batch: PagedBatch, kv_dtype: torch.dtype) -> PagedBatch:
+    """The same batch with its KV in another format, and what attention of the stored numbers should return."""
+    layer, metadata = kv_storage(batch, kv_dtype).layer(0), batch.metadata
+    expected, page = torch.zeros_like(batch.expected), layer.key_cache.shape[1]
+    starts = metadata.query_start_loc.tolist()
+    for row, seq_len in enumerate(metadata.seq_lens_host):
+        positions = torch.arange(seq_len, device=batch.query.device)
+        where = metadata.block_tables[row, positions // page].long(), positions % page
+        read = []
+        for cache, to, scales in zip(batch.layer[:2], layer[:2], layer[2:], strict=True):
+            if scales is None:
+                to[where] = cache[where].to(kv_dtype)
+            else:
+                to[where], scales[where] = quantize(cache[where], kv_dtype)
+            read.append(dequantize(to[where], None if scales is None else scales[where]))
+        tokens = slice(starts[row], starts[row + 1])
+        if seq_len:
+            expected[tokens] = causal_attention(batch.query[tokens], *read, batch.scale).cpu()
+    return replace(batch, layer=layer, expected=expected)

@@ -18,12 +18,12 @@ def test_writes_the_slots_of_the_mapping(backend, device, dtype, page, num_kv_he
     key, value = fused[:, 2 * num_kv_heads :].split(num_kv_heads, dim=1)
     shape = (64 // page, page, num_kv_heads, head_dim)
     layer = KVLayer(*(torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in "kv"))
-    expected = KVLayer(*(cache.clone() for cache in layer))
+    expected = KVLayer(*(cache.clone() for cache in layer[:2]))
     slots = torch.tensor(SLOTS, device=device)
     expected.key_cache.view(64, num_kv_heads, head_dim)[slots] = key
     expected.value_cache.view(64, num_kv_heads, head_dim)[slots] = value
     backend.store_kv(key, value, layer, slots)
-    for actual, wanted in zip(layer, expected, strict=True):
+    for actual, wanted in zip(layer[:2], expected[:2], strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
 
 

@@ -291,7 +291,7 @@ def test_what_is_wrong_in_a_token_that_is_seen_comes_out(backend, dtype, offset,
     result = attend(backend, batch)
     assert torch.equal(result[1], clean[1]) and torch.equal(result[0, :3], clean[0, :3]), "others do not see it"
     blocks = batch.metadata.block_tables[0, :3].long()  # of 16 tokens each
-    key, value = (kv[blocks].flatten(0, 1) for kv in batch.layer)
+    key, value = (kv[blocks].flatten(0, 1) for kv in batch.layer[:2])
     expected = causal_attention(batch.query[:1], key, value, batch.scale)[0]
     assert torch.equal(result[0].isnan(), expected.isnan())
     assert torch.equal(result[0].isinf(), expected.isinf())
@@ -316,7 +316,7 @@ def test_attention_never_depends_on_company_or_threads(backend, dtype, heads, pa
 
 def fill(batch: PagedBatch, *tensors: Tensor) -> None:
     """Store keys and values `[length, kv_heads, head_dim]` in the blocks of row 0, of 16 tokens each."""
-    for cache, new in zip(batch.layer, tensors, strict=True):
+    for cache, new in zip(batch.layer[:2], tensors, strict=True):
         for position, vector in enumerate(new):
             cache[batch.metadata.block_tables[0, position // 16], position % 16] = vector
 
@@ -472,7 +472,7 @@ def test_queries_keys_and_values_may_be_views_of_any_kind(backend, dtype) -> Non
     for key in layouts(dtype, 4, 2, 64):
         layer = KVLayer(*torch.full((2, 4, 4, 2, 64), NAN, dtype=dtype))
         backend.store_kv(key, key.flip(0), layer, slots)
-        for cache, written in zip(layer, (key, key.flip(0)), strict=True):
+        for cache, written in zip(layer[:2], (key, key.flip(0)), strict=True):
             assert torch.equal(cache.view(16, 2, 64)[slots], written)
             assert cache.isnan().sum() == 12 * 2 * 64
 

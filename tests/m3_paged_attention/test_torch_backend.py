@@ -89,7 +89,7 @@ def test_one_sequence_whose_blocks_lie_in_a_row(backend, device, length, first_b
     ids[-1] += gap
     storage = torch.full((3, 2, int(ids[-1]) + 2, 16, 2, 64), torch.nan, device=device)  # the layer is one of three
     layer = KVLayer(*storage[1])
-    for cache, source in zip(layer, batch.layer, strict=True):
+    for cache, source in zip(layer[:2], batch.layer[:2], strict=True):
         cache[ids.long()] = source[blocks]
     metadata = replace(batch.metadata, block_tables=torch.cat((ids, ids.new_full((2,), 10**6)))[None])
     check_attention(backend, replace(batch, layer=layer, metadata=metadata))

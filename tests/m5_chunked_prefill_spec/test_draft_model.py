@@ -83,7 +83,7 @@ class Fresh:
 def kv_at(storage: KVStorage, slots: Any) -> Tensor:
     """What stands at these slots: `[layers, 2, slots, kv_heads, head_dim]`."""
     layers = [storage.layer(i) for i in range(storage.config.spec.num_layers)]
-    return torch.stack([torch.stack([part.flatten(0, 1)[slots] for part in layer]) for layer in layers])
+    return torch.stack([torch.stack([part.flatten(0, 1)[slots] for part in layer[:2]]) for layer in layers])
 
 
 def check_in_step(engine: LLMEngine, fresh: Fresh) -> int:

@@ -75,12 +75,15 @@ template <class K, long N> struct Places {  // of tokens of a sequence: offsets 
     // Up to N tokens from `token` on. With `repeats`, the last one is repeated until there are N.
     Places(const int32_t* table, long token, long length, const Shape& shape, bool repeats = false) {
         count = std::max(0L, std::min(N, length - token));
-        for (long t = 0; t < (repeats ? N : count); t++) {
-            const long i = std::min(token + t, length - 1);
-            const long block = table[i / shape.block_size], place = i % shape.block_size;
-            at[t] = shape.offset_of<K>(block, place);
+        if (!count) return;
+        const long width = shape.kv_heads * shape.head_dim;
+        long entry = token / shape.block_size, place = token % shape.block_size, block = table[entry];
+        for (long t = 0; t < count; t++, place++) {  // a division takes longer than the rest
+            if (place == shape.block_size) block = table[++entry], place = 0;
+            at[t] = shape.offset_of<K>(block, 0) + place * width;
             if constexpr (SCALED<K>) scales[t] = shape.scale_of<K>(block, place);
         }
+        for (long t = count; repeats && t < N; t++) at[t] = at[count - 1];
     }
 
     // The scales of a KV head of these tokens, zeros after the end. `numbers`: the keys or values of the whole layer.

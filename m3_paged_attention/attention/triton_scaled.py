@@ -1,0 +1,76 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: N803 - capitals mark values that are fixed when the kernel is compiled
+"""Store KV in formats with one byte per number and a scale per token and head (`kv_dtype.py`), as a Triton kernel.
+
+`triton_attention.py` reads it. vLLM: `triton_reshape_and_cache_flash.py`.
+"""
+
+import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+SMALLEST = tl.constexpr(1.1754943508222875e-38)
+"""The smallest normal number: the inverse of a smaller scale is not finite."""
+ROUND = tl.constexpr(12582912.0)
+"""1.5 * 2**23: float32 numbers of this size are whole, so adding it rounds, to even at ties."""
+
+
+@triton.jit
+def quantized(numbers, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
+    """Return fp32 vectors [HEADS_PAD, HEAD_PAD] in units of their scales, and the scales [HEADS_PAD].
+
+    The scale of a vector with NaN or infinity is not finite.
+    """
+    is_finite = tl.abs(numbers) < float("inf")
+    numbers = tl.where(is_finite, numbers, 0.0)
+    scale = tl.max(tl.abs(numbers), axis=1) / LARGEST
+    is_usual = scale >= SMALLEST
+    inverse = tl.where(is_usual, 1.0 / tl.where(is_usual, scale, 1.0), 0.0)
+    scaled = numbers * inverse[:, None]
+    if IS_INTEGER:
+        scaled = scaled + ROUND - ROUND
+    else:  # to 3 bits of mantissa, or in units of 2**-9 below 2**-6, so that the cast is exact: Triton's interpreter rounds wrongly
+        bits = scaled.to(tl.int32, bitcast=True)
+        large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        scaled = tl.where(tl.abs(scaled) < 0.015625, scaled + ROUND / 512 - ROUND / 512, large)
+    return scaled, tl.where(tl.min(is_finite.to(tl.int32), axis=1) > 0, scale, float("nan"))
+
+
+@triton.jit
+def store_scaled_kv_kernel(
+    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], a token every `key_stride` elements
+    value_ptr,
+    key_cache_ptr,  # one byte per number: [blocks, PAGE, NUM_KV_HEADS, HEAD_DIM], a block every PAGE_STRIDE
+    value_cache_ptr,
+    key_scales_ptr,  # fp32 [blocks, NUM_KV_HEADS, PAGE], a block every PAGE_STRIDE bytes
+    value_scales_ptr,
+    slot_mapping_ptr,  # [num_tokens]
+    key_stride,
+    value_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+):
+    """Store the new keys and values in their slots. One program stores one token, with all its heads."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    page, place = slot // PAGE, slot % PAGE
+    heads = tl.arange(0, HEADS_PAD)
+    dims = tl.arange(0, HEAD_PAD)
+    elements = heads[:, None] * HEAD_DIM + dims[None, :]
+    mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    to = page * PAGE_STRIDE + place * (NUM_KV_HEADS * HEAD_DIM) + elements
+    to_scales = page * (PAGE_STRIDE // 4) + heads * PAGE + place
+    kind = key_cache_ptr.dtype.element_ty
+    key = tl.load(key_ptr + token * key_stride + elements, mask=mask, other=0.0).to(tl.float32)
+    key, scale = quantized(key, LARGEST, IS_INTEGER)
+    tl.store(key_cache_ptr + to, key.to(kind), mask=mask)
+    tl.store(key_scales_ptr + to_scales, scale, mask=heads < NUM_KV_HEADS)
+    value = tl.load(value_ptr + token * value_stride + elements, mask=mask, other=0.0).to(tl.float32)
+    value, scale = quantized(value, LARGEST, IS_INTEGER)
+    tl.store(value_cache_ptr + to, value.to(kind), mask=mask)
+    tl.store(value_scales_ptr + to_scales, scale, mask=heads < NUM_KV_HEADS)
