@@ -102,6 +102,7 @@ def _scaled_layer(pair: Tensor, spec: KVCacheSpec) -> KVLayer:
     """Return the views of one layer's bytes `[2, num_blocks_total, bytes]`: numbers, and the scales behind them."""
     num_scales = spec.block_size * spec.num_kv_heads
     numbers, scales = pair.split_with_sizes([num_scales * spec.head_dim, num_scales * SCALE_BYTES], -1)
-    caches = numbers.view(spec.dtype).unflatten(-1, (spec.block_size, spec.num_kv_heads, spec.head_dim))
+    caches = numbers.view(spec.dtype).view(2, -1, spec.block_size, spec.num_kv_heads, spec.head_dim)
     # head by head, so that a kernel reads the scales of adjacent tokens at once
-    return KVLayer(*caches, *scales.view(torch.float32).unflatten(-1, (spec.num_kv_heads, -1)).transpose(-1, -2))
+    by_head = scales.view(torch.float32).view(2, -1, spec.num_kv_heads, spec.block_size)
+    return KVLayer(*caches, *by_head.transpose(-1, -2))

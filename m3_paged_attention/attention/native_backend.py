@@ -90,8 +90,8 @@ class NativeBackend:
             kernels.attend_to_prompts(query, *caches, *where, output, kind, metadata.num_prefills, *rest)
         if metadata.num_decodes:
             query, decoded = query[metadata.num_prefill_tokens :], output[metadata.num_prefill_tokens :]
-            where = tables[first:], lengths[first:]
-            kernels.attend(query, *caches, *where, decoded, kind, metadata.num_decodes, *rest)
+            of_rows = tables[first:], lengths[first:]
+            kernels.attend(query, *caches, *of_rows, decoded, kind, metadata.num_decodes, *rest)
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

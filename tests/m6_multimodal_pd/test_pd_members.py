@@ -1,6 +1,7 @@
 """Who may join a group: an engine that does not fit is refused when it comes, is told why, and disturbs nobody."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,17 +74,26 @@ def test_a_vocabulary_is_known_by_what_its_ids_mean(seeing_directory: Path, tmp_
 # --- who does not -----------------------------------------------------------------------------------------------------
 
 
-def test_a_late_engine_that_does_not_fit_is_refused(seeing_directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"page_size": 8}, "its page_size is 8, and that"),
+        ({"kv_cache_dtype": "int8"}, r"int8, and that of prefill-0 is .* float32"),
+        ({"kv_cache_dtype": "fp8"}, r"float8_e4m3fn, and that of prefill-0 is .* float32"),
+    ],
+    ids=["page size", "int8", "fp8"],
+)
+def test_a_late_engine_that_does_not_fit_is_refused(seeing_directory: Path, changes: Any, why: str) -> None:
     with Group(seeing_directory, is_traced=True, **setting(page_size=4)) as group:
         group.add({"r": (PROMPT, greedy(9), {})})
         group.until(lambda: "r" in group.last)
-        config = replace(group.engine.config, cache=replace(group.engine.config.cache, page_size=8))
+        config = replace(group.engine.config, cache=replace(group.engine.config.cache, **changes))
         shared = group.engines["decode-0"].side.transport.segments
         add(group.links, "decode-1", partial(engine_of, "decode", config, shared))
         group.run()
         assert set(group.router.members) == set(group.engines) == {"prefill-0", "decode-0"}
         (refused,) = group.listener.events("engine_refused")
-        assert (refused.name, refused.role) == ("decode-1", "decode") and "its page_size is 8, and that" in refused.why
+        assert (refused.name, refused.role) == ("decode-1", "decode") and re.search(why, refused.why)
         assert not group.listener.events("engine_lost") and not group.num_retries
         assert group.last["r"].finish_reason == "length"
         add(group.links, "decode-1", partial(engine_of, "decode", group.engine.config, shared))

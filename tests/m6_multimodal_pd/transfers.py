@@ -19,11 +19,19 @@ from tests.m6_multimodal_pd.processes import eventually
 
 FP32 = {"block_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
 BF16 = FP32 | {"dtype": torch.bfloat16}
+INT8 = FP32 | {"dtype": torch.int8}
 DRAFT = FP32 | {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": torch.bfloat16}
 ODD = FP32 | {"block_size": 1, "num_kv_heads": 1, "head_dim": 3, "dtype": torch.bfloat16}
 """Six bytes in a tensor's page: no number of 8 bytes."""
 
-MODELS = {"fp32": [FP32], "bf16": [BF16], "with draft": [FP32, DRAFT], "odd": [ODD], "odd draft": [BF16, ODD]}
+MODELS = {
+    "fp32": [FP32],
+    "bf16": [BF16],
+    "int8": [INT8],
+    "with draft": [FP32, DRAFT],
+    "odd": [ODD],
+    "odd draft": [BF16, ODD],
+}
 
 
 def segments_of(transport: str, owner: str = "tests") -> Segments:

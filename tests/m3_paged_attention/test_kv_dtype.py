@@ -1,0 +1,141 @@
+"""Formats of the KV memory: what they cost, how far they move the logits, and where they are refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from m3_paged_attention import CacheConfig, ConfigError, LLMEngine, ModelConfig, SamplingParams
+from m3_paged_attention.attention.native_backend import NativeBackend
+from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_dtype import KV_DTYPES, dequantize, quantize, use_kv_dtype
+from m3_paged_attention.kv_storage import KVStorage
+from tests.m3_paged_attention.engines import MakeEngine, runner_of
+from tests.support.engines import ids
+
+SCALED = [torch.int8, torch.float8_e4m3fn]
+BOUNDS = {"auto": 0.0, "bfloat16": 0.03, "int8": 0.1, "fp8": 0.3}
+"""Largest change of a log-probability of a random model."""
+
+
+def storage(dtype: torch.dtype, num_host_blocks: int = 0) -> KVStorage:
+    spec = KVCacheSpec(block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, dtype=dtype)
+    config = KVCacheConfig(spec=spec, num_blocks=6, num_host_blocks=num_host_blocks)
+    return KVStorage(config, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", SCALED, ids=str)
+def test_a_block_has_a_byte_for_each_number_and_a_scale_for_each_token_and_head(dtype: torch.dtype) -> None:
+    kv = storage(dtype, num_host_blocks=2)
+    spec = kv.config.spec
+    assert spec.bytes_per_token == 3 * 2 * 2 * (8 + 4) and spec.block_bytes == 4 * spec.bytes_per_token
+    assert kv.blocks.nbytes == kv.config.num_bytes and kv.host_blocks.nbytes == kv.config.num_host_bytes
+    for index in range(3):
+        keys, values, key_scales, value_scales = kv.layer(index)
+        assert key_scales is not None and value_scales is not None
+        assert keys.shape == values.shape == (7, 4, 2, 8) and keys.dtype == values.dtype == dtype
+        assert key_scales.shape == value_scales.shape == (7, 4, 2) and key_scales.dtype == torch.float32
+        assert not keys[0].float().any() and not value_scales[0].any(), "padding reads block 0"
+
+
+@pytest.mark.parametrize("dtype", SCALED, ids=str)
+def test_scales_move_with_their_numbers(dtype: torch.dtype) -> None:
+    kv = storage(dtype, num_host_blocks=2)
+    content = torch.randn(3, 2, 7, 4, 2, 8)
+
+    def read(block: int) -> torch.Tensor:
+        layers = [kv.layer(index) for index in range(3)]
+        return torch.stack([dequantize(c[block], s[block]) for each in layers for c, s in zip(each[:2], each[2:])])
+
+    for index in range(3):
+        keys, values, key_scales, value_scales = kv.layer(index)
+        keys[:], key_scales[:] = quantize(content[index, 0], dtype)
+        values[:], value_scales[:] = quantize(content[index, 1], dtype)
+    before = [read(block) for block in range(7)]
+    assert (before[5] - content[:, :, 5].flatten(0, 1)).abs().max() < 0.15
+    kv.copy_blocks([(1, 2), (2, 3)])
+    kv.swap_out([(4, 1)])
+    kv.swap_in([(1, 6)])
+    origins = [0, 1, 1, 2, 4, 5, 4]
+    assert all(torch.equal(read(block), before[origin]) for block, origin in enumerate(origins))
+
+
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_logits_stay_within_bounds(tiny_directory: Any, kv_dtype: str, backend: str) -> None:
+    """Against float32 KV."""
+    found = []
+    for name in ("auto", kv_dtype):
+        cache = CacheConfig(kv_cache_dtype=name)
+        model = ModelConfig(model=tiny_directory, device="cpu", dtype="float32", attention_backend=backend)
+        with LLMEngine(model_config=model, cache_config=cache) as engine:
+            kv = runner_of(engine).kv
+            assert kv.layer(0).key_cache.dtype == KV_DTYPES.get(name, torch.float32)
+            output = engine.generate(ids(60), SamplingParams(max_tokens=1, prompt_logprobs=0))
+            found.append(torch.tensor([next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]))
+    assert (found[0] - found[1]).abs().max() <= BOUNDS[kv_dtype]
+    assert kv_dtype == "auto" or not torch.equal(*found)
+
+
+def test_statistics_and_blocks_count_the_bytes_of_the_format(make_engine: MakeEngine) -> None:
+    sizes = {}
+    for name in ("auto", "int8"):
+        engine = make_engine(cache_config=CacheConfig(kv_cache_memory_bytes=2**20, kv_cache_dtype=name))
+        engine.add_request(ids(9), SamplingParams(max_tokens=4))
+        engine.step()
+        kv, stats = runner_of(engine).kv, engine.stats()
+        assert stats.kv_bytes == stats.kv_tokens * kv.config.spec.bytes_per_token
+        assert kv.blocks.nbytes <= 2**20
+        sizes[name] = kv.config.spec.bytes_per_token
+    assert sizes["int8"] * 32 == sizes["auto"] * 9, "32 numbers of 4 bytes; 32 bytes and a scale"
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_the_native_step_and_the_layers_one_by_one_compute_the_same_bits(make_engine: MakeEngine, kv_dtype: str) -> None:
+    found = []
+    for in_one_call in (True, False):
+        engine = make_engine(cache_config=CacheConfig(kv_cache_dtype=kv_dtype, num_blocks=8))
+        kv = runner_of(engine).kv
+        if not isinstance(runner_of(engine).model.backend, NativeBackend):
+            pytest.skip("no compiler")
+        assert kv.step is not None
+        kv.step = kv.step if in_one_call else None
+        with torch.inference_mode():
+            kv.blocks.zero_()
+        output = engine.generate(ids(20), SamplingParams(max_tokens=8))
+        found.append((output.token_ids, kv.blocks.view(torch.uint8)))
+    assert found[0][0] == found[1][0] and found[0][1].any() and torch.equal(found[0][1], found[1][1])
+
+
+def model(**changes: Any) -> Any:
+    values = {
+        "config": SimpleNamespace(head_dim=64),
+        "dtype": torch.float32,
+        "device": torch.device("cuda", 0),
+        "backend": SimpleNamespace(name="triton"),
+    }
+    return SimpleNamespace(model=SimpleNamespace(**values | changes))
+
+
+def test_a_format_that_the_model_or_the_gpu_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = model(config=SimpleNamespace(head_dim=6))
+    for name in ("int8", "fp8"):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype='{name}' needs a head_dim .* multiple of 4, .* is 6"):
+            use_kv_dtype(narrow, name)
+    use_kv_dtype(narrow, "bfloat16")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"'fp8' needs a GPU of compute capability 8\.9 .* cuda:0 has 8\.0"):
+        use_kv_dtype(model(), "fp8")
+    use_kv_dtype(model(backend=SimpleNamespace(name="torch")), "fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    for name, dtype in (("auto", torch.float32), *KV_DTYPES.items()):
+        loaded = model()
+        use_kv_dtype(loaded, name)
+        assert loaded.model.kv_dtype == dtype
+
+
+@pytest.mark.parametrize("wrong", ["float32", "INT8", "", 8, None])
+def test_another_name_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        CacheConfig(kv_cache_dtype=wrong)
