@@ -14,6 +14,9 @@ from m1_single_request.sampler import SamplerOutput
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.trace_event import Event, size, some
 from m3_paged_attention.block_pool import blocks_for
+from m3_paged_attention.kv_dtype import LARGEST
+
+SCALED = [str(dtype).removeprefix("torch.") for dtype in LARGEST]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +125,8 @@ class KVSized(Event):
     """Peak of all other memory, measured by the profiling run."""
     block_size: int
     """Tokens per block."""
+    dtype: str
+    """Format of its numbers; `int8` and `float8_e4m3fn` have a float32 scale per token and head."""
     block_bytes: int
     """Bytes of K and V of one block over all layers."""
     bytes_per_token: int
@@ -152,6 +157,7 @@ class KVSized(Event):
             gpu_memory_utilization=budget.share,
             peak_bytes=profile.used_bytes if profile else None,
             block_size=spec.block_size,
+            dtype=str(spec.dtype).removeprefix("torch."),
             block_bytes=spec.block_bytes,
             bytes_per_token=spec.bytes_per_token,
             fitting_blocks=fitting,
@@ -196,6 +202,8 @@ class KVSized(Event):
             f"room for {self.num_blocks * self.block_size:,} tokens, or {concurrency:,.1f} requests of "
             f"{self.max_model_len:,}"
         )
+        if self.dtype in SCALED:
+            parts.append(f"its numbers are {self.dtype}, with a float32 scale per token and head")
         if self.num_host_blocks:
             host = some(self.num_host_blocks, "more block")
             parts.append(f"{host} on the host for swapping take {size(self.num_host_bytes)}")

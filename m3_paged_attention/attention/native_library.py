@@ -2,8 +2,8 @@
 
 The package contains only the source, because the machine code depends on the processor's instructions. The compiled
 library is stored in the user's cache directory. Its name is a hash of the source, the compiler and the processor, so a
-change of any of them compiles again, and processes that start at the same time do not conflict. Compiling takes about
-two seconds. The library runs as code, so it is loaded only if it is complete and no other user can write there.
+change of any of them compiles again, and processes that start at the same time do not conflict. Compiling takes some
+seconds. The library runs as code, so it is loaded only if it is complete and no other user can write there.
 """
 
 import contextlib

@@ -56,8 +56,6 @@ def store_kv_kernel(
 def load_kv_tile(
     key_cache_ptr,
     value_cache_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
     table_ptr,  # the block table of this sequence
     positions,  # [BLOCK_N]
     end,  # positions from here on are not read
@@ -66,30 +64,30 @@ def load_kv_tile(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SCALED: tl.constexpr,
     KIND: tl.constexpr,  # the type of the queries
 ):
     """Load the keys and values of BLOCK_N positions from their pages, each [BLOCK_N, HEAD_PAD], as KIND.
 
-    SCALED: one byte per number. Values are multiplied by their scales; those of the keys, fp32 [BLOCK_N], are returned
-    for the scores.
+    Of one byte per number, a page has its numbers, then a scale for each head and position: fp32 [NUM_KV_HEADS, PAGE].
+    Values are multiplied by their scales; those of the keys, [BLOCK_N], are returned for the scores.
     """
     inside = positions < end
     page = tl.load(table_ptr + positions // PAGE, mask=inside, other=0).to(tl.int64)
     place = positions % PAGE
     dims = tl.arange(0, HEAD_PAD)
-    offsets = (page * PAGE_STRIDE + (place * NUM_KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
+    within = ((place * NUM_KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
     mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
-    if SCALED:
-        of_scales = page * (PAGE_STRIDE // 4) + kv_head * PAGE + place
-        key_scale = tl.load(key_scales_ptr + of_scales, mask=inside, other=0.0)
-        value_scale = tl.load(value_scales_ptr + of_scales, mask=inside, other=0.0)
-        key = tl.load(key_cache_ptr + offsets, mask=mask, other=0.0).to(tl.float32).to(KIND)
-        value = tl.load(value_cache_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if key_cache_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        first = page * (PAGE * NUM_KV_HEADS * (HEAD_DIM + 4))
+        of_scales = first // 4 + (PAGE * NUM_KV_HEADS * HEAD_DIM // 4) + kv_head * PAGE + place
+        key_scale = tl.load(key_cache_ptr.to(tl.pointer_type(tl.float32)) + of_scales, mask=inside, other=0.0)
+        value_scale = tl.load(value_cache_ptr.to(tl.pointer_type(tl.float32)) + of_scales, mask=inside, other=0.0)
+        key = tl.load(key_cache_ptr + first[:, None] + within, mask=mask, other=0.0).to(tl.float32).to(KIND)
+        value = tl.load(value_cache_ptr + first[:, None] + within, mask=mask, other=0.0).to(tl.float32)
         value = (value * value_scale[:, None]).to(KIND)
     else:
-        key_scale = tl.zeros(positions.shape, tl.float32)  # not used
+        offsets = (page * (PAGE * NUM_KV_HEADS * HEAD_DIM))[:, None] + within
+        key_scale = positions  # not used
         key = tl.load(key_cache_ptr + offsets, mask=mask, other=0.0).to(KIND)
         value = tl.load(value_cache_ptr + offsets, mask=mask, other=0.0).to(KIND)
     return key, value, key_scale
@@ -127,8 +125,6 @@ def attend_to_tiles(
     query,  # [BLOCK_M, HEAD_PAD]
     key_cache_ptr,
     value_cache_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
     table_ptr,
     start,
     end,
@@ -139,8 +135,6 @@ def attend_to_tiles(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -149,11 +143,11 @@ def attend_to_tiles(
     for tile in range(start, end, BLOCK_N):
         positions = tile + tl.arange(0, BLOCK_N)
         key, value, key_scale = load_kv_tile(
-            key_cache_ptr, value_cache_ptr, key_scales_ptr, value_scales_ptr, table_ptr, positions, end, kv_head,
-            NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE, PAGE_STRIDE, SCALED, query.dtype,
+            key_cache_ptr, value_cache_ptr, table_ptr, positions, end, kv_head,
+            NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE, query.dtype,
         )  # fmt: skip
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        if SCALED:
+        if key_cache_ptr.dtype.element_ty.primitive_bitwidth == 8:
             scores = scores * key_scale[None, :]
         scores = tl.where(positions[None, :] < visible[:, None], scores, float("-inf"))
         row_max, row_sum, acc = online_softmax_step(scores, value, row_max, row_sum, acc)
@@ -176,10 +170,8 @@ def new_tokens(query_start_ptr, row, first_row, first_token, WIDTH: tl.constexpr
 @triton.jit(do_not_specialize=["table_stride", "first_row", "first_token"])
 def paged_decode_kernel(
     query_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], a token every `query_stride` elements
-    key_cache_ptr,  # [blocks, PAGE, NUM_KV_HEADS, HEAD_DIM], a block every PAGE_STRIDE elements
+    key_cache_ptr,  # [blocks, PAGE, NUM_KV_HEADS, HEAD_DIM]; of one byte per number: with scales (`load_kv_tile`)
     value_cache_ptr,
-    key_scales_ptr,  # if SCALED: fp32 [blocks, NUM_KV_HEADS, PAGE], a block every PAGE_STRIDE bytes
-    value_scales_ptr,
     block_tables_ptr,  # [num_seqs, table_stride]
     query_start_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs]
@@ -195,8 +187,6 @@ def paged_decode_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -231,8 +221,8 @@ def paged_decode_kernel(
     table_ptr = block_tables_ptr + (first_row + row) * table_stride
     visible = tl.minimum(seq_len - query_len + queries + 1, end)  # positions from here on are masked
     row_max, row_sum, acc = attend_to_tiles(
-        query, key_cache_ptr, value_cache_ptr, key_scales_ptr, value_scales_ptr, table_ptr, start, end, visible, kv_head, scale,
-        NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE, PAGE_STRIDE, SCALED, BLOCK_M, BLOCK_N,
+        query, key_cache_ptr, value_cache_ptr, table_ptr, start, end, visible, kv_head, scale,
+        NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     total = tl.where(row_sum > 0.0, row_sum, 1.0)  # 0: the split begins behind the token
     partial = (acc / total[:, None]).to(partial_ptr.dtype.element_ty)
@@ -282,10 +272,8 @@ def join_splits_kernel(
 @triton.jit(do_not_specialize=["table_stride"])
 def paged_prefill_kernel(
     query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM], a token every `query_stride` elements
-    key_cache_ptr,  # [blocks, PAGE, NUM_KV_HEADS, HEAD_DIM], a block every PAGE_STRIDE elements
+    key_cache_ptr,  # [blocks, PAGE, NUM_KV_HEADS, HEAD_DIM]; of one byte per number: with scales (`load_kv_tile`)
     value_cache_ptr,
-    key_scales_ptr,  # if SCALED: fp32 [blocks, NUM_KV_HEADS, PAGE], a block every PAGE_STRIDE bytes
-    value_scales_ptr,
     block_tables_ptr,  # [num_seqs, table_stride]
     query_start_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs]
@@ -298,8 +286,6 @@ def paged_prefill_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MOST_SPLIT: tl.constexpr,
@@ -334,8 +320,8 @@ def paged_prefill_kernel(
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
     end = tl.minimum(seq_len - query_len + (tile_m + 1) * BLOCK_M, seq_len)
     _, row_sum, acc = attend_to_tiles(
-        query, key_cache_ptr, value_cache_ptr, key_scales_ptr, value_scales_ptr, table_ptr, 0, end, query_positions + 1, kv_head, scale,
-        NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE, PAGE_STRIDE, SCALED, BLOCK_M, BLOCK_N,
+        query, key_cache_ptr, value_cache_ptr, table_ptr, 0, end, query_positions + 1, kv_head, scale,
+        NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     out_offsets = (tokens * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_offsets, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

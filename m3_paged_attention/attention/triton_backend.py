@@ -102,7 +102,7 @@ class TritonBackend:
         num_tiles = -(-metadata.max_query_len // tile.block_m)
         paged_prefill_kernel[(num_tiles, metadata.num_prefills, num_heads)](
             query,
-            *_pointers(layer),
+            *layer[:2],
             metadata.block_tables,
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -115,8 +115,6 @@ class TritonBackend:
             HEAD_DIM=head_dim,
             HEAD_PAD=padded_head(head_dim),
             PAGE=layer.key_cache.shape[1],
-            PAGE_STRIDE=layer.key_cache.stride(0),
-            SCALED=layer.key_scales is not None,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             MOST_SPLIT=MOST_SPLIT,
@@ -144,7 +142,7 @@ class TritonBackend:
         queries = tile.block_m // group  # of a tile
         paged_decode_kernel[(len(rows) * -(-width // queries), num_kv_heads, splits)](
             query,
-            *_pointers(layer),
+            *layer[:2],
             metadata.block_tables,
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -160,8 +158,6 @@ class TritonBackend:
             HEAD_DIM=head_dim,
             HEAD_PAD=padded_head(head_dim),
             PAGE=layer.key_cache.shape[1],
-            PAGE_STRIDE=layer.key_cache.stride(0),
-            SCALED=layer.key_scales is not None,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             QUERIES=queries,
@@ -248,19 +244,13 @@ class TritonBackend:
         """Return None: the layers run one operation at a time."""
 
 
-def _pointers(layer: KVLayer) -> tuple[Tensor, ...]:
-    """Return the tensors of a layer for the kernels; without scales they get the caches in their place."""
-    keys, values, key_scales, value_scales = layer
-    return keys, values, keys if key_scales is None else key_scales, values if value_scales is None else value_scales
-
-
 def _store_scaled(key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
     num_tokens, num_kv_heads, head_dim = key.shape
     cache = layer.key_cache
     store_scaled_kv_kernel[(num_tokens,)](
         _packed(key),
         _packed(value),
-        *layer,
+        *layer[:2],
         slot_mapping,
         key.stride(0),
         value.stride(0),
@@ -269,7 +259,6 @@ def _store_scaled(key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tens
         HEAD_DIM=head_dim,
         HEAD_PAD=power_of_two(head_dim),
         PAGE=cache.shape[1],
-        PAGE_STRIDE=cache.stride(0),
         LARGEST=LARGEST[cache.dtype],
         IS_INTEGER=not cache.dtype.is_floating_point,
         num_warps=_num_warps(num_kv_heads * head_dim),

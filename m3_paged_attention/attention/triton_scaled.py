@@ -28,7 +28,7 @@ def quantized(numbers, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
     scaled = numbers * inverse[:, None]
     if IS_INTEGER:
         scaled = scaled + ROUND - ROUND
-    else:  # to 3 bits of mantissa, or in units of 2**-9 below 2**-6, so that the cast is exact: Triton's interpreter rounds wrongly
+    else:  # to 3 bits of mantissa, below 2**-6 in units of 2**-9; Triton's interpreter would round wrongly in the cast
         bits = scaled.to(tl.int32, bitcast=True)
         large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
         scaled = tl.where(tl.abs(scaled) < 0.015625, scaled + ROUND / 512 - ROUND / 512, large)
@@ -39,10 +39,8 @@ def quantized(numbers, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
 def store_scaled_kv_kernel(
     key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], a token every `key_stride` elements
     value_ptr,
-    key_cache_ptr,  # one byte per number: [blocks, PAGE, NUM_KV_HEADS, HEAD_DIM], a block every PAGE_STRIDE
+    key_cache_ptr,  # pages of numbers [PAGE, NUM_KV_HEADS, HEAD_DIM] and scales fp32 [NUM_KV_HEADS, PAGE]
     value_cache_ptr,
-    key_scales_ptr,  # fp32 [blocks, NUM_KV_HEADS, PAGE], a block every PAGE_STRIDE bytes
-    value_scales_ptr,
     slot_mapping_ptr,  # [num_tokens]
     key_stride,
     value_stride,
@@ -51,7 +49,6 @@ def store_scaled_kv_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_INTEGER: tl.constexpr,
 ):
@@ -63,14 +60,15 @@ def store_scaled_kv_kernel(
     dims = tl.arange(0, HEAD_PAD)
     elements = heads[:, None] * HEAD_DIM + dims[None, :]
     mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-    to = page * PAGE_STRIDE + place * (NUM_KV_HEADS * HEAD_DIM) + elements
-    to_scales = page * (PAGE_STRIDE // 4) + heads * PAGE + place
+    first = page * (PAGE * NUM_KV_HEADS * (HEAD_DIM + 4))
+    to = first + place * (NUM_KV_HEADS * HEAD_DIM) + elements
+    to_scales = first // 4 + (PAGE * NUM_KV_HEADS * HEAD_DIM // 4) + heads * PAGE + place
     kind = key_cache_ptr.dtype.element_ty
     key = tl.load(key_ptr + token * key_stride + elements, mask=mask, other=0.0).to(tl.float32)
     key, scale = quantized(key, LARGEST, IS_INTEGER)
     tl.store(key_cache_ptr + to, key.to(kind), mask=mask)
-    tl.store(key_scales_ptr + to_scales, scale, mask=heads < NUM_KV_HEADS)
+    tl.store(key_cache_ptr.to(tl.pointer_type(tl.float32)) + to_scales, scale, mask=heads < NUM_KV_HEADS)
     value = tl.load(value_ptr + token * value_stride + elements, mask=mask, other=0.0).to(tl.float32)
     value, scale = quantized(value, LARGEST, IS_INTEGER)
     tl.store(value_cache_ptr + to, value.to(kind), mask=mask)
-    tl.store(value_scales_ptr + to_scales, scale, mask=heads < NUM_KV_HEADS)
+    tl.store(value_cache_ptr.to(tl.pointer_type(tl.float32)) + to_scales, scale, mask=heads < NUM_KV_HEADS)

@@ -120,7 +120,7 @@ def test_an_unknown_part_of_a_lesson_is_an_error_that_names_the_others(tmp_path,
     assert "unknown parts evictions; there are reuse_0_6b" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [*LESSONS, "busy", "quantized"])
+@pytest.mark.parametrize("name", [*LESSONS, "busy", "quantized", "kv_types"])
 def test_the_tables_of_a_lesson_are_those_of_the_stored_numbers(name, tmp_path, monkeypatch):
     monkeypatch.setattr(lesson, "drawn", lambda *_: None)
     main([name, "--redraw", "--output", str(tmp_path)])

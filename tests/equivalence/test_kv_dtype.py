@@ -11,7 +11,9 @@ import pytest
 from m1_single_request.config import DEFAULT_MODEL
 
 SHARED = "The capital of Peru is Lima. The code of Ann is 4410. The code of Tom is 7321. "
-PROMPTS = [f"{SHARED}{question}" for question in ("What is the code of Tom?", "What is the code of Ann?", "Repeat that.")]
+PROMPTS = [
+    f"{SHARED}{question}" for question in ("What is the code of Tom?", "What is the code of Ann?", "Repeat that.")
+]
 Run = tuple[str, dict[str, dict[str, Any]]]
 DRAFTS = {"speculative": {"method": "draft_model"}}
 RUNS: dict[str, Run] = {
@@ -21,7 +23,6 @@ RUNS: dict[str, Run] = {
         "m3_paged_attention",
         {"cache": {"num_blocks": 40, "block_size": 4}, "scheduler": {"preemption_mode": "swap"}},
     ),
-    "m3 on torch": ("m3_paged_attention", {"model": {"attention_backend": "torch"}}),
     "m4": ("m4_radix_cache", {"scheduler": {"max_num_seqs": 1}}),  # so that prefixes are shared
     "m5, in pieces": ("m5_chunked_prefill_spec", {"scheduler": {"max_num_batched_tokens": 24}}),
     "m5, n-grams": ("m5_chunked_prefill_spec", {"speculative": {"method": "ngram"}}),

@@ -34,6 +34,7 @@ from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.triton_attention import store_kv_kernel
 from m3_paged_attention.attention.triton_backend import TritonBackend
+from m3_paged_attention.kv_dtype import LARGEST
 from m3_paged_attention.kv_storage import KVLayer
 from m6_multimodal_pd.models.triton_mrope import gather_with_triton
 
@@ -121,6 +122,12 @@ def launches(shape: Shape, dtype: torch.dtype) -> None:
     backend.store_kv(key, value, layer, meta(NUM_TOKENS, dtype=torch.int64))
     for lens in STEPS:
         backend.attention(query, layer, _metadata(lens), head_dim**-0.5)
+    for kv_dtype in LARGEST:
+        cache, scales = meta(*cache.shape, dtype=kv_dtype), meta(9, PAGE, kv_heads, dtype=torch.float32)
+        layer = KVLayer(cache, cache, scales, scales)
+        backend.store_kv(key, value, layer, meta(NUM_TOKENS, dtype=torch.int64))
+        for lens in STEPS[:3]:
+            backend.attention(query, layer, _metadata(lens), head_dim**-0.5)
     backend.silu_mul(meta(NUM_TOKENS, 2 * shape.intermediate_size))
     table, axes = meta(NUM_POSITIONS, head_dim // 2, dtype=torch.float32), meta(head_dim // 2, dtype=torch.int64)
     gather_with_triton(meta(3, NUM_TOKENS, dtype=torch.int64), table, table, axes)

@@ -5,7 +5,15 @@ import torch
 from torch import Tensor
 
 from m3_paged_attention.kv_dtype import LARGEST, dequantize, quantize
-from tests.kernels.references import ATTENTION, attend, check_attention, decode_row, in_kv_dtype, kv_storage, paged_batch
+from tests.kernels.references import (
+    ATTENTION,
+    attend,
+    check_attention,
+    decode_row,
+    in_kv_dtype,
+    kv_storage,
+    paged_batch,
+)
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 FORMATS = [pytest.param(torch.bfloat16, id="kv bf16"), pytest.param(INT8, id="kv int8"), pytest.param(FP8, id="kv fp8")]

@@ -16,8 +16,9 @@ from m3_paged_attention.scheduler_events import Admit, LeftOut, NotAdmitted, Par
 
 SIZED = KVSized(
     source="kv_cache_memory_bytes", budget_bytes=512 * 2**20, total_bytes=None, gpu_memory_utilization=None,
-    peak_bytes=None, block_size=16, block_bytes=256 * 2**10, bytes_per_token=16 * 2**10, fitting_blocks=2048,
-    num_blocks=2047, num_host_blocks=0, num_bytes=512 * 2**20, num_host_bytes=0, max_model_len=1024, max_num_seqs=64,
+    peak_bytes=None, block_size=16, dtype="float32", block_bytes=256 * 2**10, bytes_per_token=16 * 2**10,
+    fitting_blocks=2048, num_blocks=2047, num_host_blocks=0, num_bytes=512 * 2**20, num_host_bytes=0,
+    max_model_len=1024, max_num_seqs=64,
 )  # fmt: skip
 ADMIT = Admit(
     rid="req-7", how="prefill", source=None, prefix=0, extend=31, num_output_tokens=0, num_blocks=2, num_free=40,
@@ -51,6 +52,7 @@ EXAMPLES: dict[Event, list[str]] = {
         SIZED, source="gpu_memory_utilization", total_bytes=80 * 2**30, gpu_memory_utilization=0.9,
         peak_bytes=20 * 2**30, budget_bytes=52 * 2**30,
     ): ["90% of 80.0 GiB, less 20.0 GiB for all else, leave 52.0 GiB"],
+    dataclasses.replace(SIZED, dtype="int8"): ["numbers are int8, with a float32 scale per token and head"],
     dataclasses.replace(SIZED, num_host_blocks=100, num_host_bytes=100 * 2**18): ["100 more blocks on the host"],
     BlocksAllocated(
         owner="a", block_ids=(3, 4, 5, 9), num_tokens=50, num_owned=6, num_free=12,

@@ -26,7 +26,7 @@ from tests.support.views import added, done, ended, fed, text_of
 def sized(num_blocks: int = 8, block_size: int = 4) -> KVSized:
     return KVSized(
         source="num_blocks", budget_bytes=None, total_bytes=None, gpu_memory_utilization=None, peak_bytes=None,
-        block_size=block_size, block_bytes=40, bytes_per_token=10, fitting_blocks=num_blocks + 1,
+        block_size=block_size, dtype="float32", block_bytes=40, bytes_per_token=10, fitting_blocks=num_blocks + 1,
         num_blocks=num_blocks, num_host_blocks=num_blocks, num_bytes=40 * (num_blocks + 1), num_host_bytes=0,
         max_model_len=100, max_num_seqs=4,
     )  # fmt: skip

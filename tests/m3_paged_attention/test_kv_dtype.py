@@ -46,7 +46,8 @@ def test_scales_move_with_their_numbers(dtype: torch.dtype) -> None:
 
     def read(block: int) -> torch.Tensor:
         layers = [kv.layer(index) for index in range(3)]
-        return torch.stack([dequantize(c[block], s[block]) for each in layers for c, s in zip(each[:2], each[2:])])
+        pairs = [pair for each in layers for pair in zip(each[:2], each[2:], strict=True)]
+        return torch.stack([dequantize(cache[block], scales[block]) for cache, scales in pairs])
 
     for index in range(3):
         keys, values, key_scales, value_scales = kv.layer(index)
@@ -92,7 +93,7 @@ def test_statistics_and_blocks_count_the_bytes_of_the_format(make_engine: MakeEn
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_the_native_step_and_the_layers_one_by_one_compute_the_same_bits(make_engine: MakeEngine, kv_dtype: str) -> None:
+def test_the_native_step_computes_the_bits_of_the_layers_one_by_one(make_engine: MakeEngine, kv_dtype: str) -> None:
     found = []
     for in_one_call in (True, False):
         engine = make_engine(cache_config=CacheConfig(kv_cache_dtype=kv_dtype, num_blocks=8))

@@ -135,7 +135,8 @@ class StaticBackend(TorchBackend):
         rows = torch.searchsorted(starts[1:], torch.arange(num_tokens), right=True)
         rows = rows.clamp(max=metadata.seq_lens.shape[0] - 1)  # those of padded tokens are anyone's
         positions = metadata.seq_lens[rows] - starts[rows + 1] + torch.arange(num_tokens)
-        keys, values = (cache[metadata.block_tables].flatten(1, 2) for cache in layer[:2])  # [rows, tokens, kv_heads, dim]
+        caches = (cache[metadata.block_tables] for cache in layer[:2])
+        keys, values = (cache.flatten(1, 2) for cache in caches)  # [rows, tokens, kv_heads, dim]
         seen = torch.arange(keys.shape[1]) <= positions[:, None]  # [tokens, tokens of their rows]
         group = num_heads // keys.shape[2]
         keys, values = (each[rows].repeat_interleave(group, 2).transpose(1, 2) for each in (keys, values))
