@@ -192,7 +192,7 @@ void attend_chunk(Head<Q>* heads, const K* keys, const K* values, long kv_head, 
         for (long t = 0; t < chunk.count; t++) largest = std::max(largest, scores[t]);
         for (long t = chunk.count; t < CHUNK; t++) scores[t] = -INFINITY;
         const Floats weight = exp(load(scores) - finite(largest));
-        shrink[h] = exp(all(heads[h].largest - finite(largest)))[0];
+        shrink[h] = largest == heads[h].largest ? 1.0f : exp(all(heads[h].largest - finite(largest)))[0];
         heads[h].largest = largest;
         heads[h].total = heads[h].total * shrink[h] + sum(weight);
         if constexpr (SCALED<K>)
