@@ -18,7 +18,7 @@ from m1_single_request.model_loader import LoadedModel
 from m3_paged_attention.kv_cache_config import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.profiling import kv_cache_spec_of
-from m5_chunked_prefill_spec import LLMEngine, SamplingParams
+from m5_chunked_prefill_spec import CacheConfig, LLMEngine, SamplingParams, SpeculativeConfig
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch, SomeTokens
 from m5_chunked_prefill_spec.speculative.speculation import Speculation
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
@@ -225,3 +225,13 @@ def test_a_draft_that_is_the_target_is_always_right(
     run(engine)
     stats = engine.stats()
     assert stats.num_accepted_tokens == stats.num_draft_tokens == 1 + 7 + 2 + 5
+
+
+def test_the_draft_model_s_kv_has_the_target_s_format_and_is_counted() -> None:
+    speculation, cache = SpeculativeConfig(method="draft_model"), CacheConfig(max_total_tokens=64, kv_cache_dtype="int8")
+    with LLMEngine(cache_config=cache, speculative_config=speculation) as engine:
+        runner = runner_of(engine)
+        storages = runner.kv, runner.draft_runner.kv
+        assert [storage.layer(0).key_cache.dtype for storage in storages] == [torch.int8] * 2
+        pages = sum(storage.blocks[:, 0].nbytes for storage in storages)
+        assert engine.engine_core.executor.kv_cache_spec(16).block_bytes == pages

@@ -445,19 +445,20 @@ void attend_to_prompts(const T* query, const K* keys, const K* values, const int
 
 constexpr long STORED_ALONE = 1 << 15;  // elements that one thread stores faster than two
 
-// The heads of one token: `place` of a block.
-template <class T, class K>
-inline void store_token(const T* from, K* to, const Shape& shape, long block, long place) {
+// The heads of one token.
+template <class T, class K> inline void store_token(const T* from, K* to, const Shape& shape, long slot) {
     const long dim = shape.head_dim, width = shape.kv_heads * dim;
-    K* numbers = to + shape.offset_of<K>(block, place);
-    if constexpr (IS_OWN<T, K>)
-        std::memcpy((void*)numbers, from, width * sizeof(T));
-    else if constexpr (SCALED<K>)
+    if constexpr (IS_OWN<T, K>) {
+        std::memcpy((void*)(to + slot * width), from, width * sizeof(T));
+    } else if constexpr (SCALED<K>) {
+        const long block = slot / shape.block_size, place = slot % shape.block_size;
+        K* numbers = to + shape.offset_of<K>(block, place);
+        float* scales = (float*)to + shape.scale_of<K>(block, place);
         for (long h = 0; h < shape.kv_heads; h++)
-            ((float*)to)[shape.scale_of<K>(block, place) + h * shape.block_size] =
-                quantize(from + h * dim, dim, numbers + h * dim);
-    else
-        convert(from, width, numbers);
+            scales[h * shape.block_size] = quantize(from + h * dim, dim, numbers + h * dim);
+    } else {
+        convert(from, width, to + slot * width);
+    }
 }
 
 template <class T, class K>
@@ -466,9 +467,8 @@ void store_kv(const T* key, const T* value, K* keys, K* values, const int64_t* s
     if (tokens * shape.kv_heads * shape.head_dim <= STORED_ALONE) threads = 1;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long t = 0; t < tokens; t++) {
-        const long block = slots[t] / shape.block_size, place = slots[t] % shape.block_size;
-        store_token(key + t * key_stride, keys, shape, block, place);
-        store_token(value + t * value_stride, values, shape, block, place);
+        store_token(key + t * key_stride, keys, shape, slots[t]);
+        store_token(value + t * value_stride, values, shape, slots[t]);
     }
 }
 
