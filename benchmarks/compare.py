@@ -53,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     both.add_argument("--model", help="a directory or hub id; default: the embedded checkpoint")
     both.add_argument("--device", default="auto")
     both.add_argument("--dtype", default="auto")
+    both.add_argument("--kv-cache-dtype", help="format of the KV, from m3 on; default: the model's precision")
     both.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     work = parser.add_argument_group("work")
     work.add_argument("--workload", default="ragged", metavar="NAME | FILE.jsonl", help="see below")
@@ -75,7 +76,9 @@ def sides_of(args: argparse.Namespace) -> dict[str, Row]:
     workload = named(args.workload, number=args.requests, rate=args.rate, seed=args.seed)
     own = {"milestone": args.milestone, "parts": args.parts, "set": args.set}
     model = args.model or str(SEEING_MODEL if args.workload == "pictures" else TEXT_MODEL)
-    both = {"model": {"model": model, "device": args.device, "dtype": args.dtype}}
+    both: Row = {"model": {"model": model, "device": args.device, "dtype": args.dtype}}
+    if args.kv_cache_dtype is not None:
+        both["cache"] = {"kv_cache_dtype": args.kv_cache_dtype}
     sides = {}
     for side in (own, other_side(args)):
         milestone, settings = side["milestone"], workload.settings
@@ -83,8 +86,8 @@ def sides_of(args: argparse.Namespace) -> dict[str, Row]:
             settings = {section: fields for section, fields in settings.items() if section != "speculative"}
         if args.workload == "pictures" and milestone != "m6":
             raise BenchmarkError(f"{milestone} reads no pictures: use --milestone m6 and --against same")
-        if "cache" in settings and not has_settings(milestone, "cache"):
-            raise BenchmarkError(f"{milestone} has no KV memory of a number of tokens: use m3 or later")
+        if "cache" in settings | both and not has_settings(milestone, "cache"):
+            raise BenchmarkError(f"{milestone} has no settings of the KV memory: use m3 or later")
         name = " ".join([milestone, *filter(None, [side["parts"]]), *side["set"]])
         sides[f"{name}, again" if name in sides else name] = {
             "milestone": milestone,

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from m1_single_request.config import DEFAULT_MODEL
+from notebooks.shapes import Shape, picture
 
 SHARED = "The capital of Peru is Lima. The code of Ann is 4410. The code of Tom is 7321. "
 PROMPTS = [
     f"{SHARED}{question}" for question in ("What is the code of Tom?", "What is the code of Ann?", "Repeat that.")
 ]
+TEXT = {"type": "text", "text": "What do you see?"}
 Run = tuple[str, dict[str, dict[str, Any]]]
 DRAFTS = {"speculative": {"method": "draft_model"}}
 RUNS: dict[str, Run] = {
@@ -70,3 +72,25 @@ def test_all_ways_give_the_same_tokens_on_a_gpu(kv_dtype: str) -> None:
     """m6 replays graphs there."""
     first, *others = (answers(run, kv_dtype, "cuda") for run in ("m3", "m3, swapped", "m4", "m6, overlapped"))
     assert all(other == first for other in others)
+
+
+IMAGE_RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "whole": {},
+    "overlapped": {"scheduler": {"enable_overlap": True}},
+    "in pieces": {"scheduler": {"max_num_batched_tokens": 24}},
+    "prefill and decode": {"disaggregation": {"transport": "in_process"}},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_all_ways_describe_an_image_with_the_same_tokens(kv_dtype: str) -> None:
+    module: Any = import_module("m6_multimodal_pd")
+    content = [{"type": "image", "image": picture(Shape("big", "red", "circle", "center"))}, TEXT]
+    found = []
+    for settings in IMAGE_RUNS.values():
+        configs = {f"{name}_config": getattr(module, f"{name.title()}Config")(**v) for name, v in settings.items()}
+        with module.LLMEngine(cache_config=module.CacheConfig(kv_cache_dtype=kv_dtype), **configs) as engine:
+            output = engine.chat([{"role": "user", "content": content}], module.SamplingParams(max_tokens=12))
+            found.append(output.token_ids)
+    assert "red circle" in output.text and all(tokens == found[0] for tokens in found)

@@ -228,7 +228,10 @@ def test_a_draft_that_is_the_target_is_always_right(
 
 
 def test_the_draft_model_s_kv_has_the_target_s_format_and_is_counted() -> None:
-    speculation, cache = SpeculativeConfig(method="draft_model"), CacheConfig(max_total_tokens=64, kv_cache_dtype="int8")
+    speculation, cache = (
+        SpeculativeConfig(method="draft_model"),
+        CacheConfig(max_total_tokens=64, kv_cache_dtype="int8"),
+    )
     with LLMEngine(cache_config=cache, speculative_config=speculation) as engine:
         runner = runner_of(engine)
         storages = runner.kv, runner.draft_runner.kv
