@@ -280,6 +280,28 @@ def last_block(batch: PagedBatch) -> int:
     return int(batch.metadata.block_tables[0, (batch.metadata.seq_lens_host[0] - 1) // 16])
 
 
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_beginning_that_rows_have_in_common_is_read_once_for_all(backend, dtype, page) -> None:
+    """Two beginnings, of 9 rows and of 60, and a row with its own; the others end in it, or go on behind it."""
+    lengths = [128 + 16 * (row % 3) + row % 5 for row in range(70)]
+    batch = paged_batch((6, 2, 64), decodes=lengths, dtype=dtype, device=CPU, page=page)
+    tables = batch.metadata.block_tables
+    for row in range(1, 70):
+        if row != 30:
+            tables[row, : 128 // page] = tables[0 if row < 10 else 10, : 128 // page]
+    together = attend(backend, batch)
+    for row in range(70):
+        blocks = tables[row, : -(-lengths[row] // page)].long()
+        keys, values = (cache[blocks].flatten(0, 1)[: lengths[row]] for cache in batch.layer[:2])
+        expected = causal_attention(batch.query[row : row + 1], keys, values, batch.scale)
+        assert_close(together[row : row + 1], expected, ATTENTION)
+    own = replace(
+        batch.metadata, block_tables=tables[30:31], seq_lens=batch.metadata.seq_lens[30:31].clone(), num_decodes=1
+    )
+    alone = backend.attention(batch.query[30:31], batch.layer, own, batch.scale)
+    assert torch.equal(together[30:31], alone), "a row that shares nothing has the same bits as alone"
+
+
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("offset", [0, 1, 15])
 @pytest.mark.parametrize("cache", [0, 1], ids=["key", "value"])

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cfloat>
+#include <map>
 #include <type_traits>
 #include <vector>
 
@@ -224,50 +225,6 @@ void attend_chunk(long num_heads, Head<Q>* heads, const K* keys, const K* values
     }
 }
 
-template <class T, class K>
-void attend(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* lengths, T* output,
-            const Shape& shape, float scale, int threads) {
-    using Q = Query<T, K>;
-    const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
-    // A thread computes all heads of a token, which are adjacent in memory. Threads share only few sequences.
-    const long parts = shape.num_seqs >= 2 * threads ? 1 : std::min(shape.kv_heads, (long)threads);
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
-    for (long seq = 0; seq < shape.num_seqs; seq++)
-        for (long part = 0; part < parts; part++) {
-            const long first = part * shape.kv_heads / parts, end = (part + 1) * shape.kv_heads / parts;
-            const int32_t* table = tables + seq * shape.table_stride;
-            const long length = lengths[seq], num_heads = (end - first) * group;
-            const T* from = query + seq * shape.query_stride + first * group * dim;
-            T* to = output + (seq * shape.heads + first * group) * dim;
-            std::vector<float> sums(num_heads * dim, 0.0f);
-            std::vector<Head<Q>> heads(num_heads);
-            std::vector<Q> converted(IS_OWN<T, K> ? 0 : num_heads * dim);
-            for (long h = 0; h < num_heads; h++) {
-                heads[h].scale = scale, heads[h].output = &sums[h * dim];
-                if constexpr (IS_OWN<T, K>) {
-                    heads[h].query = from + h * dim;
-                } else {
-                    Q* to = &converted[h * dim];
-                    heads[h].query = to;
-                    if constexpr (IN_PAIRS<T, K>)
-                        heads[h].scale *= quantize(from + h * dim, dim, to);
-                    else
-                        convert(from + h * dim, dim, to);
-                }
-            }
-            Chunk<K> next(table, 0, length, shape);
-            for (long token = 0; token < length; token += CHUNK) {
-                const Chunk<K> chunk = next;
-                next = Chunk<K>(table, token + CHUNK, length, shape);
-                for (long h = 0; h < num_heads; h += std::min(MAX_HEADS, group - h % group))
-                    attend_chunk(group - h % group, &heads[h], keys, values, first + h / group, chunk, next, shape);
-            }
-            for (long h = 0; h < num_heads; h++)
-                for (long i = 0; i < dim; i += LANES)
-                    store(to + h * dim + i, load(heads[h].output + i) / (length ? heads[h].total : 1.0f));
-        }
-}
-
 // Prompts have many queries, so the products are those of linear layers. Keys and values are copied into panels of 64
 // tokens, and a tile of queries is multiplied with them: scores with the keys, their softmax with the values.
 
@@ -359,23 +316,51 @@ struct Rows {  // state of 16 queries during the pass over their sequence
     }
 };
 
-// `count` queries from `first` on, of one sequence and one KV head. The last query attends to the whole sequence.
-template <class T, class K>
-void attend_to_tile(const T* query, const K* keys, const K* values, const int32_t* table, long context, long first,
-                    long count, T* output, const Shape& shape, long kv_head, float scale) {
-    const long dim = shape.head_dim, group = shape.heads / shape.kv_heads, rows = count * group;
-    const long num_panels = (dim + PANEL - 1) / PANEL, length = context + first + count;
-    Room<T> queries(rows * dim), weights(rows * PANEL);
-    Room<T> key_panel(PANEL * dim), value_panels(num_panels * PANEL * PANEL);
-    Room<T> unpacked(IS_OWN<T, K> ? 0 : 2 * PANEL * dim);
-    Room<float> scales(2 * PANEL);  // of keys, and of values
-    Room<float> scores(rows * PANEL), outputs(num_panels * rows * PANEL);  // sums of values: [panels][rows][64]
-    std::vector<Rows> states((rows + LANES - 1) / LANES);
-    for (long r = 0; r < rows; r++) {
-        const T* from = query + (first + r / group) * shape.query_stride + (kv_head * group + r % group) * dim;
-        std::memcpy((void*)(queries.begin + r * dim), from, dim * sizeof(T));
+// Queries of one KV head that read the same keys and values, and the state of their pass.
+template <class T, class K> struct Tile {
+    const long rows, dim, num_panels;
+    Room<T> queries, weights, key_panel, value_panels, unpacked;
+    Room<float> scales, scores, outputs;  // scales: of keys, and of values; outputs: sums of values, [panels][rows][64]
+    std::vector<Rows> states;
+
+    Tile(long rows, long dim)
+        : rows(rows), dim(dim), num_panels((dim + PANEL - 1) / PANEL), queries(rows * dim), weights(rows * PANEL),
+          key_panel(PANEL * dim), value_panels(num_panels * PANEL * PANEL),
+          unpacked(IS_OWN<T, K> ? 0 : 2 * PANEL * dim), scales(2 * PANEL), scores(rows * PANEL),
+          outputs(num_panels * rows * PANEL), states((rows + LANES - 1) / LANES) {}
+
+    void set_query(long row, const T* from) { std::memcpy((void*)(queries.begin + row * dim), from, dim * sizeof(T)); }
+
+    // Sum of values of a row, 16 elements from i on.
+    Floats sum(long row, long i) const { return load(outputs.begin + (i / PANEL * rows + row) * PANEL + i % PANEL); }
+    float total(long row) const { return states[row / LANES].total[row % LANES]; }
+    float largest(long row) const { return states[row / LANES].largest[row % LANES]; }
+
+    // Attend to the first `length` tokens of a table; each `group` rows to one token more than those before, the last
+    // ones to all. With group = 0, all rows to all tokens.
+    void attend(const K* keys, const K* values, const int32_t* table, long length, long group, const Shape& shape,
+                long kv_head, float scale) {
+        for (long token = 0; token < length; token += PANEL) {
+            pack(keys, values, table, token, length, shape, kv_head);
+            std::fill_n(scores.begin, rows * PANEL, 0.0f);
+            multiply_all(queries.begin, key_panel.begin, scores.begin, rows, dim);
+            for (long from = 0; from < rows; from += LANES) {
+                const long some = std::min((long)LANES, rows - from);
+                long visible[LANES];
+                for (long r = 0; r < some; r++)
+                    visible[r] = length - token - (group ? (rows - 1 - from - r) / group : 0);
+                weigh(from, some, visible, scale);
+            }
+            for (long p = 0; p < num_panels; p++) {
+                float* sums = outputs.begin + p * rows * PANEL;
+                multiply_all(weights.begin, value_panels.begin + p * PANEL * PANEL, sums, rows, PANEL);
+            }
+        }
     }
-    for (long token = 0; token < length; token += PANEL) {
+
+    // Copy the keys and values of up to 64 tokens into panels.
+    void pack(const K* keys, const K* values, const int32_t* table, long token, long length, const Shape& shape,
+              long kv_head) {
         const long num_tokens = std::min(PANEL, length - token);
         Places<K, PANEL> places(table, token, length, shape, true);  // no query attends to what is after the end
         long* at = places.at;
@@ -397,34 +382,35 @@ void attend_to_tile(const T* query, const K* keys, const K* values, const int32_
             pack_keys(key, at, dim, key_panel.begin);
             pack_values(value, at, num_tokens, dim, value_panels.begin);
         }
-        std::fill_n(scores.begin, rows * PANEL, 0.0f);
-        multiply_all(queries.begin, key_panel.begin, scores.begin, rows, dim);
-        for (long from = 0; from < rows; from += LANES) {
-            const long some = std::min((long)LANES, rows - from);
-            long visible[LANES];
-            for (long r = 0; r < some; r++) visible[r] = context + first + (from + r) / group + 1 - token;
-            const long at = from * PANEL;
-            float* of_rows = scores.begin + at;
-            const Floats shrink = states[from / LANES].template weigh<SCALED<K>>(
-                some, of_rows, visible, scale, weights.begin + at, scales.begin, scales.begin + PANEL);
-            for (long r = 0; r < some; r++)
-                for (long p = 0; shrink[r] != 1.0f && p < num_panels; p++)
-                    for (long v = 0; v < VECTORS; v++) {
-                        float* sums = outputs.begin + (p * rows + from + r) * PANEL + v * LANES;
-                        store(sums, load(sums) * shrink[r]);
-                    }
-        }
-        for (long p = 0; p < num_panels; p++) {
-            float* sums = outputs.begin + p * rows * PANEL;
-            multiply_all(weights.begin, value_panels.begin + p * PANEL * PANEL, sums, rows, PANEL);
-        }
     }
+
+    // Convert the scores of up to 16 rows to weights, and scale their sums down.
+    void weigh(long from, long some, const long* visible, float scale) {
+        const long at = from * PANEL;
+        const Floats shrink = states[from / LANES].template weigh<SCALED<K>>(
+            some, scores.begin + at, visible, scale, weights.begin + at, scales.begin, scales.begin + PANEL);
+        for (long r = 0; r < some; r++)
+            for (long p = 0; shrink[r] != 1.0f && p < num_panels; p++)
+                for (long v = 0; v < VECTORS; v++) {
+                    float* sums = outputs.begin + (p * rows + from + r) * PANEL + v * LANES;
+                    store(sums, load(sums) * shrink[r]);
+                }
+    }
+};
+
+// `count` queries from `first` on, of one sequence and one KV head. The last query attends to the whole sequence.
+template <class T, class K>
+void attend_to_tile(const T* query, const K* keys, const K* values, const int32_t* table, long context, long first,
+                    long count, T* output, const Shape& shape, long kv_head, float scale) {
+    const long dim = shape.head_dim, group = shape.heads / shape.kv_heads, rows = count * group;
+    Tile<T, K> tile(rows, dim);
     for (long r = 0; r < rows; r++)
-        for (long i = 0; i < dim; i += LANES) {
-            const Floats sums = load(outputs.begin + (i / PANEL * rows + r) * PANEL + i % PANEL);
-            T* to = output + ((first + r / group) * shape.heads + kv_head * group + r % group) * dim;
-            store(to + i, sums / states[r / LANES].total[r % LANES]);
-        }
+        tile.set_query(r, query + (first + r / group) * shape.query_stride + (kv_head * group + r % group) * dim);
+    tile.attend(keys, values, table, context + first + count, group, shape, kv_head, scale);
+    for (long r = 0; r < rows; r++)
+        for (long i = 0; i < dim; i += LANES)
+            store(output + ((first + r / group) * shape.heads + kv_head * group + r % group) * dim + i,
+                  tile.sum(r, i) / tile.total(r));
 }
 
 // Sequences with several new tokens: those of sequence s are starts[s]..starts[s + 1], the last of its lengths[s].
@@ -441,6 +427,116 @@ void attend_to_prompts(const T* query, const K* keys, const K* values, const int
                                lengths[seq] - num_new, t * tile, std::min(tile, num_new - t * tile),
                                output + start * shape.heads * shape.head_dim, shape, kv_head, scale);
     }
+}
+
+// Sequences whose tables begin with the same blocks: a system prompt, say, that many requests have. Their queries are a
+// tile over its keys and values, which are read once for all of them. `attend` goes on behind it from the same sums.
+
+constexpr long LEAST_ROWS = 16, LEAST_LENGTH = 2 * PANEL;  // of a tile, and of a beginning; below, it is not faster
+
+template <class T, class K> struct Beginnings {
+    std::vector<long> lengths;                  // [num_seqs]: tokens that are computed here
+    std::vector<float> sums, largest, totals;   // [num_seqs, heads]: sums with [head_dim]
+
+    Beginnings(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* all_lengths,
+               const Shape& shape, float scale, int threads)
+        : lengths(shape.num_seqs, 0) {
+        const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
+        std::map<int32_t, std::vector<long>> by_block;
+        for (long seq = 0; seq < shape.num_seqs; seq++)
+            if (all_lengths[seq] > LEAST_LENGTH) by_block[tables[seq * shape.table_stride]].push_back(seq);
+        struct Part { const long* seqs; long count, length; };  // sequences of one tile
+        std::vector<Part> parts;
+        for (const auto& [block, seqs] : by_block) {
+            const long length = common(tables, all_lengths, seqs, shape), count = seqs.size();
+            if (count * group < LEAST_ROWS || length < LEAST_LENGTH) continue;
+            const long num_tiles = (count * group + TILE_ROWS - 1) / TILE_ROWS;
+            for (long t = 0; t < num_tiles; t++) {
+                const long from = t * count / num_tiles;
+                parts.push_back({&seqs[from], (t + 1) * count / num_tiles - from, length});
+            }
+            for (long seq : seqs) lengths[seq] = length;
+        }
+        if (parts.empty()) return;
+        sums.resize(shape.num_seqs * shape.heads * dim);
+        largest.resize(shape.num_seqs * shape.heads), totals.resize(largest.size());
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+        for (size_t p = 0; p < parts.size(); p++)
+            for (long kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+                const Part& part = parts[p];
+                const long first = kv_head * group;
+                Tile<T, K> tile(part.count * group, dim);
+                for (long r = 0; r < tile.rows; r++)
+                    tile.set_query(r, query + part.seqs[r / group] * shape.query_stride + (first + r % group) * dim);
+                const int32_t* table = tables + part.seqs[0] * shape.table_stride;
+                tile.attend(keys, values, table, part.length, 0, shape, kv_head, scale);
+                for (long r = 0; r < tile.rows; r++) {
+                    const long head = part.seqs[r / group] * shape.heads + first + r % group;
+                    largest[head] = tile.largest(r), totals[head] = tile.total(r);
+                    for (long i = 0; i < dim; i += LANES) store(&sums[head * dim + i], tile.sum(r, i));
+                }
+            }
+    }
+
+    // Number of tokens in the blocks with which the tables of all these sequences begin, in whole panels.
+    static long common(const int32_t* tables, const int32_t* lengths, const std::vector<long>& seqs,
+                       const Shape& shape) {
+        const int32_t* one = tables + seqs[0] * shape.table_stride;
+        long blocks = lengths[seqs[0]] / shape.block_size;
+        for (long seq : seqs) {
+            blocks = std::min(blocks, lengths[seq] / shape.block_size);
+            blocks = std::mismatch(one, one + blocks, tables + seq * shape.table_stride).first - one;
+        }
+        return blocks * shape.block_size / PANEL * PANEL;
+    }
+};
+
+template <class T, class K>
+void attend(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* lengths, T* output,
+            const Shape& shape, float scale, int threads) {
+    using Q = Query<T, K>;
+    const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
+    const Beginnings<T, K> shared(query, keys, values, tables, lengths, shape, scale, threads);
+    // A thread computes all heads of a token, which are adjacent in memory. Threads share only few sequences.
+    const long parts = shape.num_seqs >= 2 * threads ? 1 : std::min(shape.kv_heads, (long)threads);
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+    for (long seq = 0; seq < shape.num_seqs; seq++)
+        for (long part = 0; part < parts; part++) {
+            const long first = part * shape.kv_heads / parts, end = (part + 1) * shape.kv_heads / parts;
+            const int32_t* table = tables + seq * shape.table_stride;
+            const long length = lengths[seq], num_heads = (end - first) * group;
+            const T* from = query + seq * shape.query_stride + first * group * dim;
+            T* to = output + (seq * shape.heads + first * group) * dim;
+            std::vector<float> sums(num_heads * dim, 0.0f);
+            const long begin = shared.lengths[seq], head = seq * shape.heads + first * group;
+            if (begin) std::copy_n(&shared.sums[head * dim], num_heads * dim, sums.begin());
+            std::vector<Head<Q>> heads(num_heads);
+            std::vector<Q> converted(IS_OWN<T, K> ? 0 : num_heads * dim);
+            for (long h = 0; h < num_heads; h++) {
+                heads[h].scale = scale, heads[h].output = &sums[h * dim];
+                if (begin) heads[h].largest = shared.largest[head + h], heads[h].total = shared.totals[head + h];
+                if constexpr (IS_OWN<T, K>) {
+                    heads[h].query = from + h * dim;
+                } else {
+                    Q* to = &converted[h * dim];
+                    heads[h].query = to;
+                    if constexpr (IN_PAIRS<T, K>)
+                        heads[h].scale *= quantize(from + h * dim, dim, to);
+                    else
+                        convert(from + h * dim, dim, to);
+                }
+            }
+            Chunk<K> next(table, begin, length, shape);
+            for (long token = begin; token < length; token += CHUNK) {
+                const Chunk<K> chunk = next;
+                next = Chunk<K>(table, token + CHUNK, length, shape);
+                for (long h = 0; h < num_heads; h += std::min(MAX_HEADS, group - h % group))
+                    attend_chunk(group - h % group, &heads[h], keys, values, first + h / group, chunk, next, shape);
+            }
+            for (long h = 0; h < num_heads; h++)
+                for (long i = 0; i < dim; i += LANES)
+                    store(to + h * dim + i, load(heads[h].output + i) / (length ? heads[h].total : 1.0f));
+        }
 }
 
 constexpr long STORED_ALONE = 1 << 15;  // elements that one thread stores faster than two
