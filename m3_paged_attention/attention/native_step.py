@@ -18,7 +18,7 @@ from m3_paged_attention.attention.native_library import INT, F, N, P
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
 
 KV_TYPES = {torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-"""`KVType` of attention.h, for KV in another format than the model's."""
+"""`KVType` of kv.h, for KV in another format than the model's."""
 MOST_TOKENS = 512
 """Maximum tokens of a step in one call. In a larger one the arithmetic takes far longer than the calls."""
 

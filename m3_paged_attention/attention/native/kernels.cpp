@@ -2,12 +2,14 @@
 //
 // They are compiled on the machine that runs them (native_library.py), so one source serves all processors. All
 // arithmetic is in float32. The result of a row never depends on the other rows: a request gets bitwise the same
-// numbers alone and in a batch, unless it shares a long beginning with many others (`Beginnings` in attention.h).
+// numbers alone and in a batch, unless it shares a long beginning with many others (`Beginnings`).
 //
 //     vectors.h      load, store, sum, exp
 //     linear.h       weights in panels, read once for up to six rows
 //     int8.h         the same with weights of eight bits
-//     attention.h    over the blocks of a table: many new tokens per sequence, then one; the KV store
+//     kv.h           KV in blocks, in any of its types
+//     tile.h         attention of many queries: of prompts, and of a beginning that many requests share
+//     attention.h    attention of one new token per sequence
 //     pointwise.h    norms, rotary, SiLU
 //     layers.h       all layers of a step
 //     whole_step.h   these, and before them the newest tokens, behind them the next ones
