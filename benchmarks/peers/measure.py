@@ -1,0 +1,146 @@
+"""Runs the engines on one load, in turns."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks import HERE, BenchmarkError, Row
+from benchmarks.lesson import SEED
+from benchmarks.machine import LoadMeter
+from benchmarks.peers.loads import Load, Requests
+
+PEERS = ("llama-cpp", "openvino", "vllm")
+DTYPES = {"tiny": "float32", "0.6B": "bfloat16"}
+
+
+class Side:
+    """The process of an engine."""
+
+    def __init__(self, spec: Row, python: str) -> None:
+        """Start it. Its engine is built while others measure nothing: call `answer` once before measuring."""
+        env = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        if spec["engine"] == "stepwise":
+            env["PYTHONPATH"] = str(HERE)
+        command, pipe = [python, "-P", str(HERE / "benchmarks" / "peers" / "sides.py")], subprocess.PIPE
+        self.engine = spec["engine"]
+        self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self._write(spec)
+
+    def answer(self, requests: Requests) -> Row:
+        """Answer requests. Raises `BenchmarkError` with the last line of its errors if it fails."""
+        self._write(dict(zip(("prompts", "outputs"), requests, strict=True)))
+        assert self.process.stdout is not None and self.process.stderr is not None
+        line = self.process.stdout.readline()
+        if not line:
+            errors = self.process.stderr.read().strip().splitlines() or ["no message"]
+            raise BenchmarkError(f"{self.engine} failed: {errors[-1]}")
+        found: Row = json.loads(line)
+        return found
+
+    def _write(self, request: Row) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def measured(
+    load: Load, places: Mapping[str, Mapping[str, Path]], pythons: Mapping[str, str], *, rounds: int, threads: int
+) -> Row:
+    """Return the median of each engine over the rounds, and how many tokens each has in common with ours."""
+    specs = {}
+    for engine in ("stepwise", "transformers", *pythons):
+        variant = load.variants.get(engine, {})
+        if variant is not None:
+            specs[engine] = _spec(engine, load, places, variant, threads)
+    values: dict[str, list[float]] = {engine: [] for engine in specs}
+    same: dict[str, list[float]] = {engine: [] for engine in specs}
+    with ExitStack() as stack, LoadMeter() as meter:
+        sides = (
+            {}
+            if load.unit.startswith(("s to", "MiB"))
+            else {
+                engine: stack.enter_context(Side(spec, pythons.get(engine, sys.executable)))
+                for engine, spec in specs.items()
+            }
+        )
+        for number in range(rounds + 1):
+            ours: list[list[int]] = []
+            for engine in specs:
+                if sides:
+                    value, tokens = _value(sides[engine], load, SEED + number)
+                else:
+                    value, tokens = _start(specs[engine], pythons.get(engine, sys.executable), load)
+                ours = ours or tokens
+                if number:  # the first round warms up
+                    values[engine].append(value)
+                    same[engine].append(_share(tokens, ours))
+    return {
+        "unit": load.unit,
+        "values": values,
+        "medians": {engine: statistics.median(own) for engine, own in values.items()},
+        "same_tokens": {engine: statistics.fmean(own) for engine, own in same.items()},
+        "load": meter.report(),
+    }
+
+
+def _spec(engine: str, load: Load, places: Mapping[str, Mapping[str, Path]], variant: Row, threads: int) -> Row:
+    longest = load.shared + load.prompts[1] + load.outputs[1]
+    kv_tokens = load.shared + load.number * (load.prompts[1] + load.outputs[1] + 32) + 512
+    kind = {"llama-cpp": "gguf", "openvino": "ov"}.get(engine, "hf")
+    if "weights" in variant:
+        kind += f"-{variant['weights']}"
+    return {
+        "engine": engine,
+        "model": str(places[load.model][kind]),
+        "dtype": DTYPES[load.model],
+        "threads": threads,
+        "max_len": longest + 1,
+        "kv_tokens": kv_tokens,
+        "shared": load.shared,
+    } | variant
+
+
+def _value(side: Side, load: Load, seed: int) -> tuple[float, list[list[int]]]:
+    """Return the value of a run in the load's unit, and the tokens."""
+    prompts, outputs = load.requests(seed)
+    found = side.answer((prompts, outputs))
+    seconds, number = found["seconds"], sum(outputs)
+    if load.unit == "prompt tok/s":
+        return sum(map(len, prompts)) / seconds, found["tokens"]
+    if load.unit == "tok/s after the first":
+        others, _ = load.requests(-seed)
+        seconds -= side.answer((others, [1] * len(outputs)))["seconds"]
+        number -= len(outputs)
+    return number / seconds, found["tokens"]
+
+
+def _start(spec: Row, python: str, load: Load) -> tuple[float, list[list[int]]]:
+    """Return seconds, or MiB, of a new process up to its first token."""
+    began = time.perf_counter()
+    with Side(spec, python) as side:
+        found = side.answer(load.requests(SEED))
+        seconds = time.perf_counter() - began
+    value: Any = found["peak_mib"] if load.unit == "MiB" else seconds
+    return value, found["tokens"]
+
+
+def _share(tokens: list[list[int]], ours: list[list[int]]) -> float:
+    """Return the share of tokens before the first one that differs."""
+    common = 0
+    for theirs, own in zip(tokens, ours, strict=True):
+        common += next((i for i, pair in enumerate(zip(theirs, own, strict=True)) if len(set(pair)) > 1), len(own))
+    return common / sum(map(len, ours))
