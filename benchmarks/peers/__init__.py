@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[str, Row] = json.loads(path.read_text())["loads"] if args.only and path.exists() else {}
     env = environment(model=TEXT_MODEL, seed=SEED)
     env["machine"]["torch_threads"] = args.threads
-    places = models(args.output / "models", pythons)
+    places = models(args.output / "models", [LOADS[name].model for name in chosen], pythons)
     for name in chosen:
         rows[name] = measured(LOADS[name], places, pythons, rounds=args.rounds, threads=args.threads)
         path.write_text(json.dumps({"environment": env, "loads": rows}, indent=1) + "\n", encoding="utf-8")

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Self
 
 from benchmarks import HERE, BenchmarkError, Row
@@ -29,25 +30,28 @@ class Side:
         if spec["engine"] == "stepwise":
             env["PYTHONPATH"] = str(HERE)
         command, pipe = [python, "-P", str(HERE / "benchmarks" / "peers" / "sides.py")], subprocess.PIPE
-        self.engine = spec["engine"]
-        self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self.engine, self.errors = spec["engine"], TemporaryFile("w+")  # a full pipe would stop it
+        self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=self.errors, text=True)
         self._write(spec)
 
     def answer(self, requests: Requests) -> Row:
         """Answer requests. Raises `BenchmarkError` with the last line of its errors if it fails."""
         self._write(dict(zip(("prompts", "outputs"), requests, strict=True)))
-        assert self.process.stdout is not None and self.process.stderr is not None
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            errors = self.process.stderr.read().strip().splitlines() or ["no message"]
+            self.process.wait()
+            self.errors.seek(0)
+            errors = self.errors.read().strip().splitlines() or ["no message"]
             raise BenchmarkError(f"{self.engine} failed: {errors[-1]}")
         found: Row = json.loads(line)
         return found
 
     def _write(self, request: Row) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, which `answer` reports
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -55,6 +59,7 @@ class Side:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
+        self.errors.close()
 
 
 def measured(
@@ -87,7 +92,7 @@ def measured(
                 ours = ours or tokens
                 if number:  # the first round warms up
                     values[engine].append(value)
-                    same[engine].append(_share(tokens, ours))
+                    same[engine].append(share_in_common(tokens, ours))
     return {
         "unit": load.unit,
         "values": values,
@@ -138,7 +143,7 @@ def _start(spec: Row, python: str, load: Load) -> tuple[float, list[list[int]]]:
     return value, found["tokens"]
 
 
-def _share(tokens: list[list[int]], ours: list[list[int]]) -> float:
+def share_in_common(tokens: list[list[int]], ours: list[list[int]]) -> float:
     """Return the share of tokens before the first one that differs."""
     common = 0
     for theirs, own in zip(tokens, ours, strict=True):

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from benchmarks import HERE
@@ -13,12 +13,12 @@ FORMATS = {"tiny": "f32", "0.6B": "bf16"}
 MAX_LEN = 8192
 
 
-def models(folder: Path, pythons: Mapping[str, str]) -> dict[str, dict[str, Path]]:
-    """Return the models by name and format; those of a peer that is not measured are not converted."""
+def models(folder: Path, names: Iterable[str], pythons: Mapping[str, str]) -> dict[str, dict[str, Path]]:
+    """Return the models of these names by format; for a peer that is not measured none is converted."""
     folder.mkdir(exist_ok=True, parents=True)
     return {
-        "tiny": _converted(TEXT_MODEL, folder / "tiny", "tiny", pythons),
-        "0.6B": _converted(_large(folder), folder / "0.6B", "0.6B", pythons),
+        name: _converted(TEXT_MODEL if name == "tiny" else _large(folder), folder / name, name, pythons)
+        for name in dict.fromkeys(names)
     }
 
 

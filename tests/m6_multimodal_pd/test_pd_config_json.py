@@ -36,7 +36,7 @@ CONFIG = EngineConfig(
         enable_overlap=True,
         cost_table=CostTable((1, 2, 8), (0.1, 0.25, 1e-300 + 1), 0.3, 0.4),
     ),
-    cache=CacheConfig(page_size=4, eviction_policy="lfu", max_total_tokens=400, debug=True),
+    cache=CacheConfig(page_size=4, eviction_policy="lfu", max_total_tokens=400, kv_cache_dtype="int8", debug=True),
     speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=7, prompt_lookup_min=3),
     multimodal=MultimodalConfig(
         allowed_url_schemes=("https", "file"),
