@@ -1,6 +1,6 @@
 """Write a Qwen3 checkpoint as GGUF: `python to_gguf.py DIRECTORY FILE f32|bf16|q8_0`, in llama.cpp's environment.
 
-Prompts are token ids, so that the vocabulary holds placeholders only.
+Prompts are token ids, so that it has no vocabulary.
 """
 
 import json
@@ -51,12 +51,8 @@ def main(directory: Path, path: Path, precision: str) -> None:
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
-    tokens = [f"token{index}" for index in range(config["vocab_size"])]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
-    writer.add_token_merges([])
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config["vocab_size"])
     for file in sorted(directory.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dictionary
