@@ -30,7 +30,8 @@ class Side:
         if spec["engine"] == "stepwise":
             env["PYTHONPATH"] = str(HERE)
         command, pipe = [python, "-P", str(HERE / "benchmarks" / "peers" / "sides.py")], subprocess.PIPE
-        self.engine, self.errors = spec["engine"], TemporaryFile("w+")  # a full pipe would stop it
+        self.engine = spec["engine"]
+        self.errors = TemporaryFile("w+")  # noqa: SIM115 - closed by `__exit__`; a full pipe would stop the process
         self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=self.errors, text=True)
         self._write(spec)
 
