@@ -76,7 +76,7 @@ READING = {
         ("multimodal/encoder_budget.py", "the number of image tokens that a step encodes"),
         ("multimodal/encoder.py", "embeddings from the cache or from the tower"),
         ("models/vision.py", "the vision tower"),
-        ("models/vision_network.py", "its network"),
+        ("models/vision_network.py", "the tower's network"),
         ("models/qwen3_vl.py", "m3's decoder with tokens that belong to images"),
         ("model_runner.py", "the step with an encoder before the model"),
     ),

@@ -1,7 +1,8 @@
 """Number formats of the KV memory: the model's own, bfloat16, or one byte per number with scales.
 
-Decode attention reads all KV of its requests in every step, so its time follows the bytes of a token. With `int8` and
-`fp8` (e4m3) the vector of each token and head is stored as `head_dim` bytes and one float32 scale:
+Decode attention reads all KV of its requests in every step, and the KV memory limits how many requests run. One byte
+per number is half the memory of bfloat16; the speed depends on how fast the device converts it. With `int8` and `fp8`
+(e4m3) the vector of each token and head is stored as `head_dim` bytes and one float32 scale:
 
     scale  = largest |x| / 127, or / 448 for e4m3
     stored = x / scale, rounded                         read = stored * scale

@@ -1,7 +1,7 @@
 """The KV tensors: K and V of all blocks per layer, and copies of whole blocks.
 
-m2's tensors had one row of `max_model_len` tokens per request. Here a row is a block of a few tokens. The device does
-not know the owners of a block: only the block tables (`kv_cache_manager.py`) do. Slot of a token = block id *
+m2's tensors had one row of `max_model_len` tokens per request. Here a row is a block of a few tokens. The storage
+has no owners of blocks: they are in the block tables (`kv_cache_manager.py`). Slot of a token = block id *
 block_size + offset. Block 0 has no owner; padding is written there. A backend's `store_kv` writes the new tokens. vLLM:
 `v1/worker/gpu_model_runner.py` and `csrc/cache_kernels.cu`; SGLang: `mem_cache/memory_pool.py`.
 """
@@ -32,7 +32,7 @@ class Step(Protocol):
     """All layers of a model over one KV memory, as one call."""
 
     def takes(self, metadata: AttentionMetadata) -> bool:
-        """Return whether a step of this layout can run so; else its layers run one by one."""
+        """Return whether this call computes a step of this layout; if not, its layers run one by one."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Return what `Decoder.forward` returns for the same arguments."""

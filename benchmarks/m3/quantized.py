@@ -1,6 +1,6 @@
-"""Linear layers: large pages, weights of eight bits and what they change, from one layer to the speed of a model.
+"""Linear layers: huge pages, weights of eight bits and what they change, from one layer to the speed of a model.
 
-One layer, larger than the caches: its weights on pages of 4 KiB, on large pages, and quantized, in turns and with one
+One layer, larger than the caches: its weights on pages of 4 KiB, on huge pages, and quantized, in turns and with one
 thread, whose own time counts. The ratios are medians over the rounds.
 
 Quality, with the embedded checkpoint: questions of its three skills that training never used, with the share of answers
@@ -51,10 +51,10 @@ def layers(size: Size) -> Row:
     torch.set_num_threads(1)
     backend, weight = native_backend.NativeBackend(), torch.randn(SHAPE).bfloat16()
     with patch.object(
-        native_backend, "on_large_pages", lambda rows, width, dtype: torch.empty(rows, width, dtype=dtype)
+        native_backend, "on_huge_pages", lambda rows, width, dtype: torch.empty(rows, width, dtype=dtype)
     ):
         sides = {"small pages": [backend.linear(weight) for _ in range(NUM_LAYERS)]}
-    sides["large pages"] = [backend.linear(weight) for _ in range(NUM_LAYERS)]
+    sides["huge pages"] = [backend.linear(weight) for _ in range(NUM_LAYERS)]
     sides["int8"] = [backend.linear(Int8Weight.of(weight)) for _ in range(2 * NUM_LAYERS)]
     rows = []
     for count in ROWS:
@@ -65,7 +65,7 @@ def layers(size: Size) -> Row:
                 own[number % len(own)](hidden)
                 seconds[name].append(time.thread_time() - began)
         times = {name: statistics.median(own) for name, own in seconds.items()}
-        ratios = {f"times {name}": ratio(seconds["small pages"], seconds[name]) for name in ("large pages", "int8")}
+        ratios = {f"times {name}": ratio(seconds["small pages"], seconds[name]) for name in ("huge pages", "int8")}
         rows.append({"rows": count, "weights": weight.numel(), "seconds": times} | ratios)
     return {"rows": rows}
 

@@ -3,7 +3,7 @@
 It removes three costs that torch has in a decode step. First, torch has no product that reads KV in blocks, so it
 copies them; these kernels read the blocks in place. Second, a small model is dominated by calls of a few microseconds;
 a norm is one call here and five in torch. Third, a product with few rows mostly reads weights; here they are stored in
-the order in which they are read, on large pages, and quantized ones with half the bytes. The C++ is in `native/`.
+the order in which they are read, on huge pages, and quantized ones with half the bytes. The C++ is in `native/`.
 
 vLLM: `v1/attention/backends/cpu_attn.py` over `csrc/cpu`; SGLang: `sgl-kernel/csrc/cpu`; llama.cpp's ggml packs weights
 the same way.
@@ -169,7 +169,7 @@ class NativeLinear:
         self.dtype, self.is_int8 = weight.dtype, isinstance(weight, Int8Weight)
         rows = -(-self.out_features // PANEL) * PANEL
         scales = 4 * -(-self.in_features // GROUP_SIZE) if self.is_int8 else 0  # bytes of an output feature
-        self.packed = on_large_pages(rows, self.in_features + scales, torch.int8 if self.is_int8 else weight.dtype)
+        self.packed = on_huge_pages(rows, self.in_features + scales, torch.int8 if self.is_int8 else weight.dtype)
         self.bias = None if bias is None else bias.contiguous()
         self.pack(weight)
 
@@ -195,11 +195,11 @@ class NativeLinear:
         return y
 
 
-def on_large_pages(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+def on_huge_pages(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Return an uninitialised tensor `[rows, width]`, for which Linux uses pages of 2 MiB where it can.
 
-    A core that reads 25 GB in a second needs the address of another page of 4 KiB every 160 nanoseconds. With large
-    pages there are so few addresses that the core remembers them.
+    A core that reads 25 GB in a second needs the address of another page of 4 KiB every 160 nanoseconds. Of huge
+    pages there are so few that the core keeps their addresses in its cache, the TLB.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(rows, width, dtype=dtype)

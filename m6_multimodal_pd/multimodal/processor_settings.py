@@ -53,8 +53,8 @@ VIDEOS: dict[str, Any] = {
     "max_frames": 768,
     "max_video_tokens": 768,
 }
-"""What a key that is not in the file is: as in transformers' `Qwen2VLImageProcessorPil` and `Qwen3VLVideoProcessor`,
-whose import takes longer than all other imports of an engine together."""
+"""`IMAGES` and `VIDEOS` are the values of keys that a file does not have: those of transformers'
+`Qwen2VLImageProcessorPil` and `Qwen3VLVideoProcessor`, whose import takes longer than all other imports of an engine."""
 Object = Annotated[dict[str, Any], msgspec.Meta(description="an object")]
 SAMPLING = {"fps": Rate, "min_frames": Count, "max_frames": Count}
 
@@ -103,7 +103,7 @@ def _pixel_settings(
         if stated.get(step, True) is not True:
             raise ModelLoadError(f"{name}: {step}={shown(stated[step])} in {filename} is not supported, only true is")
     if stated.get("resample", BICUBIC) != BICUBIC:
-        raise ModelLoadError(f"{name}: resample={shown(stated['resample'])} in {filename}: only {BICUBIC}, bicubic, is")
+        raise ModelLoadError(f"{name}: resample={shown(stated['resample'])} in {filename} is not supported, only {BICUBIC} (bicubic) is")
     kinds = {each.name: each.type for each in fields(PixelSettings) if each.name not in EDGES.values()}
     settings = default | stated
     checked = {key: _checked(name, filename, settings, key, kind) for key, kind in kinds.items()}
@@ -114,7 +114,7 @@ def _pixel_settings(
                 f"files do not belong together"
             )
     if 0.0 in checked["image_std"]:
-        raise ModelLoadError(f"{name}: image_std in {filename} has a 0, by which nothing can be divided")
+        raise ModelLoadError(f"{name}: image_std in {filename} contains 0, and pixels are divided by it")
     return checked | _pixel_range(name, filename, default["size"], stated)
 
 

@@ -163,8 +163,8 @@ def test_a_weight_without_kernels_stays_as_it_is(backend, dtype, in_features) ->
         assert isinstance(backend.linear(Int8Weight.of(weight), bias), Int8Linear)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages on this system")
-def test_weights_are_on_large_pages() -> None:
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages on this system")
+def test_weights_are_on_huge_pages() -> None:
     """The kernel may refuse them, so the request is tested: the flag `hg` of the memory in /proc/self/smaps."""
     packed = NativeBackend().linear(torch.ones(4096, 1024)).packed
     maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
@@ -281,8 +281,8 @@ def last_block(batch: PagedBatch) -> int:
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_a_beginning_that_rows_have_in_common_is_read_once_for_all(backend, dtype, page) -> None:
-    """Two beginnings, of 9 rows and of 60, and a row with its own; the others end in it, or go on behind it."""
+def test_a_shared_prefix_is_read_once_for_all(backend, dtype, page) -> None:
+    """Two prefixes, of 9 rows and of 60, and a row with its own; the others end in it, or go on behind it."""
     lengths = [128 + 16 * (row % 3) + row % 5 for row in range(70)]
     batch = paged_batch((6, 2, 64), decodes=lengths, dtype=dtype, device=CPU, page=page)
     tables = batch.metadata.block_tables

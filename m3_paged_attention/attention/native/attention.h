@@ -21,7 +21,7 @@ namespace {
 constexpr long CHUNK = LANES;  // tokens
 constexpr long MAX_HEADS = 4;  // query heads of one KV head that share a key while it is in a register
 
-template <class K> using Chunk = Places<K, CHUNK>;
+template <class K> using Chunk = TokenOffsets<K, CHUNK>;
 
 template <class Q> struct Head {  // state of one query head during the pass over its sequence
     const Q* query;
@@ -136,24 +136,24 @@ void attend_chunk(long num_heads, Head<Q>* heads, const K* keys, const K* values
 // Sequences whose tables begin with the same blocks: a system prompt, say, that many requests have. Their queries are a
 // tile over its keys and values, which are read once for all of them. `attend` goes on behind it from the same sums.
 
-constexpr long LEAST_ROWS = 16, LEAST_LENGTH = 2 * PANEL;  // of a tile, and of a beginning; below, it is not faster
+constexpr long MIN_ROWS = 16, MIN_PREFIX = 2 * PANEL;  // of a tile, and of a prefix; below, it is not faster
 
-template <class T, class K> struct Beginnings {
+template <class T, class K> struct SharedPrefixes {
     std::vector<long> lengths;                  // [num_seqs]: tokens that are computed here
     std::vector<float> sums, largest, totals;   // [num_seqs, heads]: sums with [head_dim]
 
-    Beginnings(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* all_lengths,
-               const Shape& shape, float scale, int threads)
+    SharedPrefixes(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* all_lengths,
+                   const Shape& shape, float scale, int threads)
         : lengths(shape.num_seqs, 0) {
         const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
         std::map<int32_t, std::vector<long>> by_block;
         for (long seq = 0; seq < shape.num_seqs; seq++)
-            if (all_lengths[seq] > LEAST_LENGTH) by_block[tables[seq * shape.table_stride]].push_back(seq);
+            if (all_lengths[seq] > MIN_PREFIX) by_block[tables[seq * shape.table_stride]].push_back(seq);
         struct Part { const long* seqs; long count, length; };  // sequences of one tile
         std::vector<Part> parts;
         for (const auto& [block, seqs] : by_block) {
             const long length = common(tables, all_lengths, seqs, shape), count = seqs.size();
-            if (count * group < LEAST_ROWS || length < LEAST_LENGTH) continue;
+            if (count * group < MIN_ROWS || length < MIN_PREFIX) continue;
             const long num_tiles = (count * group + TILE_ROWS - 1) / TILE_ROWS;
             for (long t = 0; t < num_tiles; t++) {
                 const long from = t * count / num_tiles;
@@ -200,7 +200,7 @@ void attend(const T* query, const K* keys, const K* values, const int32_t* table
             const Shape& shape, float scale, int threads) {
     using Q = Query<T, K>;
     const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
-    const Beginnings<T, K> shared(query, keys, values, tables, lengths, shape, scale, threads);
+    const SharedPrefixes<T, K> shared(query, keys, values, tables, lengths, shape, scale, threads);
     // A thread computes all heads of a token, which are adjacent in memory. Threads share only few sequences.
     const long parts = shape.num_seqs >= 2 * threads ? 1 : std::min(shape.kv_heads, (long)threads);
 #pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)

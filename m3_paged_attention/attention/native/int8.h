@@ -38,7 +38,7 @@ template <class T> inline Weights<T> converted_at(const int8_t* panel, long k, l
         return (Words)floats_of(from) >> 16 | (Words)floats_of(from + PANEL);
 }
 
-// What `multiply_scaled` does with its panel.
+// Modes of `multiply_scaled`: convert its panel, also keep the result, or read what was kept.
 enum Use { CONVERT, CONVERT_AND_KEEP, READ_KEPT };
 
 // --8<-- [start:multiply_scaled]

@@ -1,14 +1,15 @@
 // The kernels of the `native` backend, which read KV blocks in place.
 //
-// They are compiled on the machine that runs them (native_library.py), so one source serves all processors. All
-// arithmetic is in float32. The result of a row never depends on the other rows: a request gets bitwise the same
-// numbers alone and in a batch, unless it shares a long beginning with many others (`Beginnings`).
+// They are compiled on the machine that runs them (native_library.py), so one source serves all processors. Sums are
+// in float32; those of int16 queries and int8 keys are in int32, which is exact. The result of a row never depends on
+// the other rows: a request gets bitwise the same numbers alone and in a batch, unless it shares a long prefix with many
+// others (`SharedPrefixes`).
 //
 //     vectors.h      load, store, sum, exp
 //     linear.h       weights in panels, read once for up to six rows
 //     int8.h         the same with weights of eight bits
 //     kv.h           KV in blocks, in any of its types
-//     tile.h         attention of many queries: of prompts, and of a beginning that many requests share
+//     tile.h         attention of many queries: of prompts, and of a prefix that many requests share
 //     attention.h    attention of one new token per sequence
 //     pointwise.h    norms, rotary, SiLU
 //     layers.h       all layers of a step

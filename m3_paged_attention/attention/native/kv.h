@@ -56,11 +56,11 @@ struct Shape {  // queries of [num_seqs] sequences over [blocks, block_size, kv_
     }
 };
 
-template <class K, long N> struct Places {  // of tokens of a sequence: offsets in elements, and in floats of scales
+template <class K, long N> struct TokenOffsets {  // of a sequence: in elements, and of scales in floats
     long count, at[N], scales[N];
 
     // Up to N tokens from `token` on. With `repeats`, the last one is repeated until there are N.
-    Places(const int32_t* table, long token, long length, const Shape& shape, bool repeats = false) {
+    TokenOffsets(const int32_t* table, long token, long length, const Shape& shape, bool repeats = false) {
         count = std::max(0L, std::min(N, length - token));
         if (!count) return;
         const long width = shape.kv_heads * shape.head_dim;

@@ -1,7 +1,6 @@
 // A thread that runs one call after the other: launch two of them, do something else, wait for the first.
 //
-// Both sides look for a change some microseconds long before they sleep, because to wake a sleeper takes as long as a
-// small step.
+// Both sides spin for 50 microseconds before they sleep, because waking a thread takes as long as a small step.
 
 #pragma once
 

@@ -14,10 +14,10 @@ namespace {
 
 constexpr long TILE_ROWS = 96;  // maximum queries of one KV head that use a copy of keys and values
 
-template <class T> struct Room {  // memory for some elements, aligned to a cache line
+template <class T> struct AlignedBuffer {  // memory for some elements, aligned to a cache line
     std::vector<char> memory;
     T* begin;
-    explicit Room(long size) : memory(size * sizeof(T) + 64) {
+    explicit AlignedBuffer(long size) : memory(size * sizeof(T) + 64) {
         begin = (T*)(((uintptr_t)memory.data() + 63) / 64 * 64);
     }
 };
@@ -103,8 +103,8 @@ struct Rows {  // state of 16 queries during the pass over their sequence
 // Queries of one KV head that read the same keys and values, and the state of their pass.
 template <class T, class K> struct Tile {
     const long rows, dim, num_panels;
-    Room<T> queries, weights, key_panel, value_panels, unpacked;
-    Room<float> scales, scores, outputs;  // scales: of keys, and of values; outputs: sums of values, [panels][rows][64]
+    AlignedBuffer<T> queries, weights, key_panel, value_panels, unpacked;
+    AlignedBuffer<float> scales, scores, outputs;  // scales: of keys, and of values; outputs: sums of values, [panels][rows][64]
     std::vector<Rows> states;
 
     Tile(long rows, long dim)
@@ -146,7 +146,7 @@ template <class T, class K> struct Tile {
     void pack(const K* keys, const K* values, const int32_t* table, long token, long length, const Shape& shape,
               long kv_head) {
         const long num_tokens = std::min(PANEL, length - token);
-        Places<K, PANEL> places(table, token, length, shape, true);  // no query attends to what is after the end
+        TokenOffsets<K, PANEL> places(table, token, length, shape, true);  // no query attends to what is after the end
         long* at = places.at;
         for (long t = 0; t < PANEL; t++) at[t] += kv_head * dim;
         if constexpr (SCALED<K>) {

@@ -1,8 +1,7 @@
 // Vectors of sixteen floats, and the two precisions in which they are stored.
 //
-// The vectors are the compiler's extension, so the compiler selects the processor's instructions. Only the product of
-// pairs of bfloat16 (linear.h) and the conversion of bytes (int8.h) need intrinsics, because compilers do not generate
-// them.
+// The vectors are the compiler's extension, so the compiler selects the processor's instructions. Only products of pairs
+// (linear.h, attention.h) and conversions (here, int8.h) need intrinsics, because compilers do not generate them.
 
 #pragma once
 
