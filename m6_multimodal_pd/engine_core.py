@@ -118,7 +118,7 @@ class EngineCore(RadixEngineCore):
         """Queue the requests whose images were read, run one step, and add it to the totals. While all requests wait
         for images there is no step."""
         intake = self.media_intake
-        if intake.reading and not intake.begin_step(self.add_request):
+        if intake.reading and self.dead is None and not intake.begin_step(self.add_request):
             return {}
         outputs = super().run_step()
         self._encoder_totals = self.encoder.totals

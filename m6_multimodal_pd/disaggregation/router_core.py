@@ -55,8 +55,8 @@ class RouterCore(EngineCoreBase):
     def run_step(self) -> dict[str, RequestOutput]:
         """Queue the requests whose images were read, and run one step. While all requests wait for images there is no
         step."""
-        is_only_reading = self.families.reading and not self.families.begin_step(self.add_request)
-        return {} if is_only_reading else super().run_step()
+        is_reading = self.families.reading and self.dead is None
+        return {} if is_reading and not self.families.begin_step(self.add_request) else super().run_step()
 
     def step(self) -> dict[str, RequestOutput]:
         """Receive the messages of the engines, for 50 ms at most; return the output of every request that changed."""

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from m6_multimodal_pd import (
     ConfigError,
     DuplicateRequestError,
+    EngineDeadError,
     EngineUsageError,
     InvalidMediaError,
     InvalidParamsError,
@@ -425,6 +427,34 @@ def test_a_request_that_a_part_rejects_after_its_image_is_read_ends_alone(readin
     last = finish(engine)
     assert isinstance(last["one"].error, KeyError) and last["two"].error is None and last["three"].error is None
     check_flushed(engine)
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+def test_an_engine_that_died_while_it_waited_says_so(
+    reading: Any, seeing_directory: Path, site: GatedSite, monkeypatch: pytest.MonkeyPatch, is_group: bool
+) -> None:
+    """The engine is dead after a second Ctrl-C in a step; a third one, while that ends the requests, leaves them."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    limits = {"num_media_processes": 1, "allowed_url_schemes": ("http",)}
+    with ExitStack() as stack:
+        if is_group:
+            engine = stack.enter_context(Group(seeing_directory, **setting(multimodal=limits))).engine
+        else:
+            engine = reading()
+        stream = engine.stream(showing(site.part("one")), SHORT)
+        engine.add_request(showing(site.part("one")), SHORT)
+        pool = engine.engine_core.families.pool
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(pool, "receive", interrupt)
+            patch.setattr(pool, "cancel", interrupt)
+            engine.step()
+        assert engine.engine_core.families.reading
+        for call in (engine.step, lambda: next(stream), lambda: engine.generate([5, 6], SHORT)):
+            with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+                call()
 
 
 # --- processes that end -----------------------------------------------------------------------------------------------
