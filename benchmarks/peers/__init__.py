@@ -8,7 +8,8 @@ Each engine runs in a process of its own, in the environment that its option nam
     python -m benchmarks peers --llama-cpp llama/bin/python --openvino ov/bin/python --vllm vllm/bin/python
 
 transformers runs in the current environment. A peer that is not named is left out. The models are converted once, into
-the folder of results; the large one has random weights. Loads are in `loads.py`.
+the folder of results; the large one has random weights. Loads are in `loads.py`. With `--only` the other loads keep
+their rows, if these come from the same machine, versions and number of threads.
 """
 
 import argparse
@@ -27,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, and print the table."""
     from benchmarks.engines import TEXT_MODEL
     from benchmarks.peers.loads import LOADS
-    from benchmarks.peers.measure import PEERS, measured
-    from benchmarks.peers.models import models
+    from benchmarks.peers.measure import PEERS, measured, specs_of
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -49,14 +49,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = RESULTS if args.record else args.output
     folder.mkdir(exist_ok=True, parents=True)
     path = folder / "peers.json"
-    rows: dict[str, Row] = json.loads(path.read_text())["loads"] if args.only and path.exists() else {}
     env = environment(model=TEXT_MODEL, seed=SEED)
     env["machine"]["torch_threads"] = args.threads
-    places = models(args.output / "models", [LOADS[name].model for name in chosen], pythons)
+    rows = earlier(path, env) if args.only else {}
+    specs = {name: specs_of(LOADS[name], args.output / "models", pythons, args.threads) for name in chosen}
     for name in chosen:
-        rows[name] = measured(LOADS[name], places, pythons, rounds=args.rounds, threads=args.threads)
+        rows[name] = measured(LOADS[name], specs[name], pythons, rounds=args.rounds)
         path.write_text(json.dumps({"environment": env, "loads": rows}, indent=1) + "\n", encoding="utf-8")
     text = plain(Path(__file__).parent / "table.md.jinja", {"loads": rows, "environment": env})
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     sys.stdout.write(text)
     return 0
+
+
+def earlier(path: Path, env: Row) -> dict[str, Row]:
+    """Return the rows of a results file, if there is one. Raises `BenchmarkError` if its environment is another one:
+    the note below a table is about all its rows."""
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["environment"] != env:
+        raise BenchmarkError(
+            f"{path} has numbers of another machine, model or seed, of other versions, or with another number of "
+            "threads: measure all loads, or choose another folder with --output"
+        )
+    rows: dict[str, Row] = found["loads"]
+    return rows

@@ -16,6 +16,7 @@ from benchmarks import HERE, BenchmarkError, Row
 from benchmarks.lesson import SEED
 from benchmarks.machine import LoadMeter
 from benchmarks.peers.loads import Load, Requests
+from benchmarks.peers.models import model_path
 
 PEERS = ("llama-cpp", "openvino", "vllm")
 DTYPES = {"tiny": "float32", "0.6B": "bfloat16"}
@@ -63,15 +64,28 @@ class Side:
         self.errors.close()
 
 
-def measured(
-    load: Load, places: Mapping[str, Mapping[str, Path]], pythons: Mapping[str, str], *, rounds: int, threads: int
-) -> Row:
-    """Return the median of each engine over the rounds, and how many tokens each has in common with ours."""
+def specs_of(load: Load, folder: Path, pythons: Mapping[str, str], threads: int) -> dict[str, Row]:
+    """Return the specification of each engine that answers a load; the models that they need are in `folder` then."""
     specs = {}
     for engine in ("stepwise", "transformers", *pythons):
         variant = load.variants.get(engine, {})
         if variant is not None:
-            specs[engine] = _spec(engine, load, places, variant, threads)
+            python = pythons.get(engine, sys.executable)
+            model = model_path(folder, load.model, engine, variant.get("weights"), python)
+            specs[engine] = {
+                "engine": engine,
+                "model": str(model),
+                "dtype": DTYPES[load.model],
+                "threads": threads,
+                "max_len": load.shared + load.prompts[1] + load.outputs[1] + 1,
+                "kv_tokens": load.shared + load.number * (load.prompts[1] + load.outputs[1] + 32) + 512,
+                "shared": load.shared,
+            } | variant
+    return specs
+
+
+def measured(load: Load, specs: Mapping[str, Row], pythons: Mapping[str, str], *, rounds: int) -> Row:
+    """Return the median of each engine over the rounds, and how many tokens each has in common with ours."""
     values: dict[str, list[float]] = {engine: [] for engine in specs}
     same: dict[str, list[float]] = {engine: [] for engine in specs}
     with ExitStack() as stack, LoadMeter() as meter:
@@ -101,23 +115,6 @@ def measured(
         "same_tokens": {engine: statistics.fmean(own) for engine, own in same.items()},
         "load": meter.report(),
     }
-
-
-def _spec(engine: str, load: Load, places: Mapping[str, Mapping[str, Path]], variant: Row, threads: int) -> Row:
-    longest = load.shared + load.prompts[1] + load.outputs[1]
-    kv_tokens = load.shared + load.number * (load.prompts[1] + load.outputs[1] + 32) + 512
-    kind = {"llama-cpp": "gguf", "openvino": "ov"}.get(engine, "hf")
-    if "weights" in variant:
-        kind += f"-{variant['weights']}"
-    return {
-        "engine": engine,
-        "model": str(places[load.model][kind]),
-        "dtype": DTYPES[load.model],
-        "threads": threads,
-        "max_len": longest + 1,
-        "kv_tokens": kv_tokens,
-        "shared": load.shared,
-    } | variant
 
 
 def _value(side: Side, load: Load, seed: int) -> tuple[float, list[list[int]]]:

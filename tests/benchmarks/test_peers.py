@@ -1,13 +1,21 @@
 """Other engines beside ours: the loads are fair, and an engine that fails is named. The peers are not installed."""
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks import BenchmarkError
+from benchmarks import HERE, BenchmarkError
 from benchmarks.__main__ import main
-from benchmarks.peers.loads import LOADS, Load
-from benchmarks.peers.measure import Side, share_in_common
+from benchmarks.engines import TEXT_MODEL
+from benchmarks.machine import environment
+from benchmarks.peers import models
+from benchmarks.peers.loads import INT8_WEIGHTS, LOADS, Load
+from benchmarks.peers.measure import Side, share_in_common, specs_of
+from benchmarks.report import plain
+
+PYTHONS = {"llama-cpp": "llama/bin/python", "openvino": "ov/bin/python"}
 
 
 def test_no_round_repeats_a_prompt_and_all_engines_get_the_same() -> None:
@@ -31,6 +39,55 @@ def test_an_engine_that_cannot_start_is_named() -> None:
 def test_an_unknown_load_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["peers", "--only", "nothing"]) == 2
     assert f"unknown loads nothing; there are {next(iter(LOADS))}" in capsys.readouterr().err
+
+
+def test_a_table_of_stepwise_alone_compares_with_nothing() -> None:
+    loads = {unit: {"unit": unit, "medians": {"stepwise": 12.0}} for unit in ("tok/s", "MiB")}
+    loads["both"] = {"unit": "MiB", "medians": {"stepwise": 12.0, "vllm": 6.0}}
+    results = {"loads": loads, "environment": environment(model=TEXT_MODEL, seed=1)}
+    text = plain(HERE / "benchmarks" / "peers" / "table.md.jinja", results)
+    assert "| tok/s | tok/s | 12 | - | - | - | - | - |" in text and "| MiB | MiB | 12 | - | - | - | - | - |" in text
+    assert "| both | MiB | 12 | - | - | 6.00 | - | 0.50 |" in text
+
+
+def test_rows_of_another_environment_are_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The note below the table names one number of threads."""
+    env = environment(model=TEXT_MODEL, seed=1)
+    env["machine"]["torch_threads"] = 2
+    stored = json.dumps({"environment": env, "loads": {}})
+    (tmp_path / "peers.json").write_text(stored)
+    assert main(["peers", "--only", "tiny: start", "--threads", "1", "--output", str(tmp_path)]) == 2
+    assert "another number of threads: measure all loads" in capsys.readouterr().err
+    assert (tmp_path / "peers.json").read_text() == stored
+
+
+def test_models_are_converted_to_the_formats_of_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def run(command: list[str | Path]) -> None:
+        path = next(Path(each) for each in reversed(command) if Path(each).parent.parent == tmp_path)
+        made.append(path.name)
+        path.write_text(path.name)
+
+    monkeypatch.setattr(models, "_run", run)
+    for load in (Load("tiny"), Load("tiny", 3), Load("tiny", variants=INT8_WEIGHTS)):
+        specs = specs_of(load, tmp_path, PYTHONS, threads=1)
+        assert specs["stepwise"]["model"] == str(TEXT_MODEL)
+        assert [Path(specs[name]["model"]).read_text() for name in PYTHONS] == made[-2:]
+    assert made == ["tiny-f32.gguf", "tiny-ov", "tiny-q8_0.gguf", "tiny-ov-int8"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(made)
+
+
+def test_half_of_a_model_is_never_used(tmp_path: Path) -> None:
+    def interrupted(path: Path) -> None:
+        path.mkdir()
+        (path / "half").touch()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        models.written(tmp_path / "model", interrupted)
+    assert not list(tmp_path.iterdir())
+    assert models.written(tmp_path / "model", lambda path: path.mkdir()).is_dir()
 
 
 @pytest.mark.exhaustive  # two processes
