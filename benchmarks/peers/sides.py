@@ -159,13 +159,20 @@ class VLLM:
     """vLLM's build for CPUs, with its prefix cache."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"  # GiB, the upper bound of `num_gpu_blocks_override`
         os.environ["OMP_NUM_THREADS"] = str(spec["threads"])
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM, SamplingParams
 
         self.params = SamplingParams
-        self.engine = LLM(spec["model"], dtype=spec["dtype"], max_model_len=spec["max_len"], max_num_seqs=64, seed=1)
+        self.engine = LLM(
+            spec["model"],
+            dtype=spec["dtype"],
+            max_model_len=spec["max_len"],
+            max_num_seqs=64,
+            seed=1,
+            num_gpu_blocks_override=spec["kv_tokens"] // 64,  # of 128 tokens: twice as many, some are filled in part
+        )
 
     def answer(self, prompts: Prompts, outputs: Outputs) -> Prompts:
         params = [self.params(temperature=0, max_tokens=length, ignore_eos=True) for length in outputs]
