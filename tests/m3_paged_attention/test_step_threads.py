@@ -56,7 +56,9 @@ def chosen(others: Sequence[float], *, num_cores: int = 2, limit: int = 2, own: 
     threads, numbers = machine.threads(num_cores), []
     for cores in others:
         machine.run(1.0, own=own, others=cores)
-        numbers.append(threads.choose(limit))
+        torch.set_num_threads(limit)
+        with threads:
+            numbers.append(torch.get_num_threads())
     return numbers
 
 
@@ -73,6 +75,17 @@ def chosen(others: Sequence[float], *, num_cores: int = 2, limit: int = 2, own: 
 )
 def test_a_core_that_others_use_is_left_to_them_until_it_is_free(others: list[float], expected: list[int]) -> None:
     assert chosen(others) == expected
+
+
+def test_after_a_pause_what_others_used_meanwhile_changes_nothing() -> None:
+    machine = Machine()
+    threads, numbers = machine.threads(), []
+    torch.set_num_threads(2)
+    for seconds, others in ((60.0, 1.5), (0.1, 1.0), (0.2, 1.0), (60.0, 0.0), (0.1, 0.0), (0.2, 0.0)):
+        machine.run(seconds, own=0.0, others=others)
+        with threads:
+            numbers.append(torch.get_num_threads())
+    assert numbers == [2, 2, 1, 1, 1, 2]
 
 
 def test_on_many_cores_each_core_in_use_is_one_thread_less() -> None:
