@@ -155,12 +155,12 @@ def sampler_output(
 ) -> SamplerOutput:
     """Read the chosen tokens `[rows]`, as of `choose`, and the `columns` of `asked_logprobs`, if a row asks for them:
     waits for the device."""
-    logprobs: list[LogprobRow | None] = [None] * len(tokens)
+    token_ids = tuple(tokens.tolist())
+    logprobs: list[LogprobRow | None] = [None] * len(token_ids)
     if metadata.num_logprobs is not None:
         asked = [(i, k) for i, k in enumerate(metadata.num_logprobs) if k is not None]
         for (i, k), row in zip(asked, logprob_rows(columns), strict=True):
             logprobs[i] = LogprobRow(row.token_ids[: k + 1], row.logprobs[: k + 1], row.ranks[: k + 1])
-    token_ids = tuple(tokens.tolist())
     impossible: tuple[int, ...] = ()
     if max(token_ids, default=0) >= vocab_size:
         impossible = tuple(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 128
-"""Inputs that share a scale; `SCALE_GROUP` of int8.h. Groups of 32 change log-probabilities a fifth less, and read 9 % more
-bytes (`benchmarks quantized`)."""
+"""Inputs that share a scale; `SCALE_GROUP` of int8.h. Groups of 32 change log-probabilities a fifth less, and read 9 %
+more bytes (`benchmarks quantized`)."""
 AT_ONCE = 2**20
 """Maximum number of weights that are converted at a time, so that no second copy of a large one is needed."""
 

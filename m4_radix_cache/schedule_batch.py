@@ -202,7 +202,10 @@ class ScheduleBatch:
     def check_decode_mem(self) -> bool:
         """Evict until the next token of each request has room; return whether it has. A full page needs another one."""
         allocator = self.pools.token_to_kv_pool_allocator
-        return self.pools.make_room(allocator.num_pages_for_decode(self.seq_lens + 1) * allocator.page_size)
+        needed = len(self.reqs) * allocator.page_size  # a page each, and in most steps so much is free
+        if allocator.available_size() < needed:
+            needed = allocator.num_pages_for_decode(self.seq_lens + 1) * allocator.page_size
+        return self.pools.make_room(needed)
 
     def room(self) -> tuple[int, int]:
         """Return the slots, in whole pages, for the next token of each request, and the free or evictable ones."""

@@ -28,6 +28,7 @@ class Side:
     def __init__(self, spec: Row, python: str) -> None:
         """Start it. Its engine is built while others measure nothing: call `answer` once before measuring."""
         env = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # pip has compiled the peers' modules
         if spec["engine"] == "stepwise":
             env["PYTHONPATH"] = str(HERE)
         command, pipe = [python, "-P", str(HERE / "benchmarks" / "peers" / "sides.py")], subprocess.PIPE
@@ -120,6 +121,8 @@ def measured(load: Load, specs: Mapping[str, Row], pythons: Mapping[str, str], *
 def _value(side: Side, load: Load, seed: int) -> tuple[float, list[list[int]]]:
     """Return the value of a run in the load's unit, and the tokens."""
     prompts, outputs = load.requests(seed)
+    if load.model == "tiny":  # its run is so short that an engine which has slept would spend it waking up
+        side.answer(load.requests(-seed))
     found = side.answer((prompts, outputs))
     seconds, number = found["seconds"], sum(outputs)
     if load.unit == "prompt tok/s":

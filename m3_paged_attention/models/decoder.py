@@ -82,4 +82,5 @@ class Decoder:
 
         The result is large: pass only the rows to sample.
         """
-        return self.head(hidden).to(torch.float32)
+        logits = self.head(hidden)
+        return logits if logits.dtype == torch.float32 else logits.to(torch.float32)

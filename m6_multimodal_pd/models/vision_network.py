@@ -2,8 +2,8 @@
 
 A patch attends to its own image; of a video, to its own layer of frames. Its place is given twice: by a learned table,
 resized to the image's rows and columns, and by rotary angles, half of which turn with the row and half with the column.
-A merger makes the vector of one token of 2 x 2 patches; more mergers do so after middle layers (DeepStack). Patches come block by
-block, so that the patches of a merger are consecutive. Names of tensors are those of the files. vLLM:
+A merger makes the vector of one token of 2 x 2 patches; more do so after middle layers (DeepStack). Patches come block
+by block, so that the patches of a merger are consecutive. Names of tensors are those of the files. vLLM:
 `Qwen3_VisionTransformer` in `models/qwen3_vl.py`; SGLang: `Qwen3VLMoeVisionModel` in `models/qwen3_vl.py`.
 """
 
@@ -105,7 +105,7 @@ class Merger:
         self.in_features = self.fc1.weight.shape[1]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Merge. The size of the norm's weight tells what is normed: one patch, or all patches of a block (DeepStack)."""
+        """Merge. The size of the norm's weight tells what is normed: a patch, or all patches of a block (DeepStack)."""
         normed = self.norm(hidden.reshape(-1, self.norm.weight.numel()))
         return self.fc2(functional.gelu(self.fc1(normed.reshape(-1, self.in_features))))
 

@@ -54,7 +54,7 @@ VIDEOS: dict[str, Any] = {
     "max_video_tokens": 768,
 }
 """`IMAGES` and `VIDEOS` are the values of keys that a file does not have: those of transformers'
-`Qwen2VLImageProcessorPil` and `Qwen3VLVideoProcessor`, whose import takes longer than all other imports of an engine."""
+`Qwen2VLImageProcessorPil` and `Qwen3VLVideoProcessor`, which take longer to import than all else."""
 Object = Annotated[dict[str, Any], msgspec.Meta(description="an object")]
 SAMPLING = {"fps": Rate, "min_frames": Count, "max_frames": Count}
 
@@ -103,7 +103,9 @@ def _pixel_settings(
         if stated.get(step, True) is not True:
             raise ModelLoadError(f"{name}: {step}={shown(stated[step])} in {filename} is not supported, only true is")
     if stated.get("resample", BICUBIC) != BICUBIC:
-        raise ModelLoadError(f"{name}: resample={shown(stated['resample'])} in {filename} is not supported, only {BICUBIC} (bicubic) is")
+        raise ModelLoadError(
+            f"{name}: resample={shown(stated['resample'])} in {filename} is not supported, only {BICUBIC} (bicubic) is"
+        )
     kinds = {each.name: each.type for each in fields(PixelSettings) if each.name not in EDGES.values()}
     settings = default | stated
     checked = {key: _checked(name, filename, settings, key, kind) for key, kind in kinds.items()}
