@@ -1,7 +1,7 @@
 """Kernels of the `native` backend that compute nothing, so that a step takes the time of its Python.
 
 They have the names in the `SIGNATURES` of the checkout that is measured, so that the sides may have other kernels. Only
-`linear` writes: logits in which one token is the best.
+`linear` and `best_tokens` write: logits in which one token is the best, and this token.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,20 +11,23 @@ from tempfile import TemporaryDirectory
 
 TOKEN = 77
 """The token of every step, an ordinary one."""
-LINEAR = f"""
+WRITING = f"""
 void linear_float32(void*, void*, void*, float* y, long rows, long, long out, int) {{
     for (float* end = y + rows * out; y < end; y += out) {{
         __builtin_memset(y, 0, out * sizeof *y);
         y[{TOKEN} % out] = 1;
     }}
 }}
+void best_tokens_float32(void*, void*, void*, void*, long* tokens, int, long rows, long, long out, int) {{
+    for (long r = 0; r < rows; r++) tokens[r] = {TOKEN} % out;
+}}
 """
 
 
 def source_of(names: Iterable[str]) -> str:
-    """Return the C++ of functions with these names, `linear_float32` among them, and any arguments."""
-    empty = "".join(f"void {name}() {{}}\n" for name in names if name != "linear_float32")
-    return f'extern "C" {{\n{empty}{LINEAR}}}\n'
+    """Return the C++ of functions with these names, and any arguments."""
+    empty = "".join(f"void {name}() {{}}\n" for name in names if f" {name}(" not in WRITING)
+    return f'extern "C" {{\n{empty}{WRITING}}}\n'
 
 
 @contextmanager

@@ -48,6 +48,11 @@ class Tracer:
         self.step = 0
         self._readers: list[TraceReader] = []
 
+    @property
+    def is_read(self) -> bool:
+        """Whether there is a reader."""
+        return bool(self._readers)
+
     def attach(self, reader: TraceReader) -> None:
         """Pass all later records to `reader`. Raises `ConfigError` if it lacks `read` or `close`."""
         if not all(callable(getattr(reader, name, None)) for name in ("read", "close")):

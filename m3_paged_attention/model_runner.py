@@ -93,10 +93,13 @@ class ModelRunner:
         model_input, metadata = to_device((self.prepare_inputs(rows), batch.metadata()), self.device)
         hidden = self.forward(model_input)
         last = hidden if model_input.logits_indices is None else hidden[model_input.logits_indices]
-        logits = self.model.compute_logits(last)  # [num_seqs, vocab]
-        start_time = time.perf_counter()
         of_prompts, errors = rate_prompts(self._prompts_to_rate(rows, hidden), self.model.compute_logits)
-        sampled = self.sampler([row.state.req_id for row in rows], batch, logits, metadata)
+        req_ids = [row.state.req_id for row in rows]
+        sampled, start_time = self.sampler.best(req_ids, metadata, self.model, last), time.perf_counter()
+        if sampled is None:
+            logits = self.model.compute_logits(last)  # [num_seqs, vocab]
+            start_time = time.perf_counter()
+            sampled = self.sampler(req_ids, batch, logits, metadata)
         errors |= sampled.errors
         seconds = time.perf_counter() - start_time
         return replace(sampled, prompt_logprobs=of_prompts, errors=errors, sample_seconds=seconds)

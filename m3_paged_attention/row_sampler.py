@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from m3_paged_attention.events import sampled_row
 from m3_paged_attention.outputs import ModelRunnerOutput
 
 ROWS_AT_A_TIME = 256  # of prompt logits: [rows, vocabulary] in float32 is the largest tensor of all
-FEW = 2**13  # logits, whose sum NumPy computes in less time than torch needs to begin; for more it would use threads
 
 
 class SamplingBatch(Protocol):
@@ -120,9 +119,23 @@ class RowSampler:
     ) -> ModelRunnerOutput:
         """Sample the next token of each row of float32 `logits` `[rows, vocab]`; `req_ids` are the rows' requests."""
         is_broken = None
-        if not surely_finite(logits):
+        if not logits.is_cpu or not math.isfinite(logits.sum()):
             logits, is_broken = without_broken_rows(logits)
         return self.rows(req_ids, batch, logits, metadata, self.sampler(logits, metadata), is_broken)
+
+    def best(
+        self, req_ids: Sequence[str], metadata: SamplingMetadata, model: Any, hidden: Tensor
+    ) -> ModelRunnerOutput | None:
+        """Return the tokens of plain rows as the `model` finds them in `hidden` `[rows, hidden_size]`, without logits.
+
+        None if logits are needed: for other rows, a trace, a sampler of the user, or to tell which are not finite.
+        """
+        if metadata is not plain_metadata(len(req_ids), hidden.device) or self.tracer.is_read:
+            return None
+        tokens = model.best_tokens(hidden) if type(self.sampler) is Sampler else None
+        if tokens is None or min(tokens) < 0:
+            return None
+        return ModelRunnerOutput(list(req_ids), [[token] for token in tokens], [(None,)] * len(tokens))
 
     def rows(
         self,
@@ -152,20 +165,10 @@ class RowSampler:
         )
 
 
-def surely_finite(logits: Tensor) -> bool:
-    """Return True for logits on a CPU that are all finite; False where that takes longer to know."""
-    if not logits.is_cpu:
-        return False
-    if logits.numel() > FEW:
-        return math.isfinite(logits.sum())
-    values = logits.detach().numpy().ravel()
-    return math.isfinite(values.dot(values))  # of the squares, the sum may also overflow
-
-
 def without_broken_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Replace the rows of `logits` `[rows, vocab]` with NaN or infinity by zeros; return also which they are, bool.
 
-    It does not wait for a GPU. For logits on a CPU `surely_finite` takes less time.
+    It does not wait for a GPU. For logits on a CPU it takes less time to compute their sum first.
     """
     is_broken = ~logits.isfinite().all(dim=-1)
     return logits.masked_fill(is_broken[:, None], 0.0), is_broken

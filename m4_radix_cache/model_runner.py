@@ -79,14 +79,16 @@ class ModelRunner:
         forward_batch, metadata = to_device(step, self.device)
         hidden = self.forward(forward_batch)
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
-        logits = self.model.compute_logits(last)  # [batch_size, vocab]
-        began = time.perf_counter()
         of_prompts, errors = (
             rate_prompts(self._prompts_to_rate(batch, hidden), self.model.compute_logits)
             if batch.prompts_to_rate
             else ({}, {})
         )
-        sampled = self.sampler(batch.rids, batch.sampling_info, logits, metadata)
+        sampled, began = self.sampler.best(batch.rids, metadata, self.model, last), time.perf_counter()
+        if sampled is None:
+            logits = self.model.compute_logits(last)  # [batch_size, vocab]
+            began = time.perf_counter()
+            sampled = self.sampler(batch.rids, batch.sampling_info, logits, metadata)
         errors |= sampled.errors
         seconds = time.perf_counter() - began
         return replace(sampled, prompt_logprobs=of_prompts, errors=errors, sample_seconds=seconds)

@@ -153,10 +153,14 @@ class ModelRunner:
         )
         if not any(batch.sample_lens):  # the step is one piece of a prompt
             return ModelRunnerOutput([], [], [], prompt_logprobs=prompt_rows, errors=errors)
-        logits = self.model.compute_logits(last)  # [sum(sample_lens), vocab]
         info, rows = batch.sampling_info, forward_batch.sampling
         assert rows is not None
-        sampled = self.rejection_sampler(batch.rids, info, logits, rows, batch.sample_lens, drafts)
+        sampled = None
+        if drafts is None and last.shape[0] == len(batch.rids):
+            sampled = self.rejection_sampler.one_each.best(batch.rids, rows, self.model, last)
+        if sampled is None:
+            logits = self.model.compute_logits(last)  # [sum(sample_lens), vocab]
+            sampled = self.rejection_sampler(batch.rids, info, logits, rows, batch.sample_lens, drafts)
         sample_seconds = time.perf_counter() - began
         if self.draft_runner is not None:
             accepted = dict(zip(sampled.req_ids, sampled.sampled_token_ids, strict=True))

@@ -194,6 +194,15 @@ class NativeLinear:
         kernel(hidden, self.packed, self.bias, y, *shape, torch.get_num_threads())
         return y
 
+    def best_tokens(self, hidden: Tensor) -> list[int]:
+        """Return the output feature with the largest value of each row; -1 if a value is not finite."""
+        hidden, rows = hidden.contiguous(), hidden.shape[0]
+        logits, tokens = hidden.new_empty(rows, self.out_features), torch.empty(rows, dtype=torch.int64)
+        shape = rows, self.in_features, self.out_features, torch.get_num_threads()
+        self._kernels.best_tokens(hidden, self.packed, self.bias, logits, tokens, self.is_int8, *shape)
+        found: list[int] = tokens.tolist()
+        return found
+
 
 def on_huge_pages(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Return an uninitialised tensor `[rows, width]`, for which Linux uses pages of 2 MiB where it can.

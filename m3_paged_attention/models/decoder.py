@@ -77,6 +77,14 @@ class Decoder:
         hidden, _ = self.backend.add_rms_norm(hidden, residual, self.norm, self.config.rms_norm_eps)
         return hidden
 
+    def best_tokens(self, hidden: Tensor) -> list[int] | None:
+        """Return the token with the largest logit of each row, -1 where a logit is not finite.
+
+        None if the backend has no kernel for it, or `compute_logits` was replaced.
+        """
+        is_own = getattr(self.compute_logits, "__func__", None) is Decoder.compute_logits
+        return self.head.best_tokens(hidden) if is_own and hasattr(self.head, "best_tokens") else None
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute float32 logits `[num_rows, vocab_size]` of `hidden` `[num_rows, hidden_size]`.
 

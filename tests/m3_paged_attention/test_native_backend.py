@@ -134,6 +134,22 @@ def test_quantized_linear_hides_no_nan_and_spreads_none(backend, dtype) -> None:
     assert torch.equal(result.isnan(), expected.isnan()) and expected.isnan().sum() == 2 * 70 + 5 * 2
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_best_token_of_a_row_is_that_of_its_logits(backend, dtype, quantized) -> None:
+    """Of two equal logits the first; -1 in a row with a logit that is not finite."""
+    weight, hidden = numbers(dtype, 130, 128), numbers(dtype, 20, 128)
+    weight[100:] = weight[:30]
+    layer = backend.linear(Int8Weight.of(weight) if quantized else weight)
+    assert isinstance(layer, NativeLinear)
+    expected = layer(hidden).float().numpy().argmax(-1).tolist()
+    assert layer.best_tokens(hidden) == expected and max(expected) < 100
+    assert [layer.best_tokens(row) for row in hidden.split(1)] == [[token] for token in expected]
+    for row, bad in ((0, NAN), (3, INF), (19, -INF)):
+        hidden[row, 5] = bad
+        expected[row] = -1
+    assert layer.best_tokens(hidden) == expected
+
+
 def test_linear_takes_views(backend, dtype) -> None:
     weight, wide = numbers(dtype, 70, 48), numbers(dtype, 6, 100)
     layer = backend.linear(weight)

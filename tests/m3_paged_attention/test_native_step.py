@@ -1,5 +1,7 @@
 """All layers in one call: bitwise the numbers of the layers one by one, and which steps and models run so."""
 
+import dataclasses
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from m1_single_request import DEFAULT_MODEL
+from m1_single_request import DEFAULT_MODEL, ForwardError
 from m1_single_request.model_loader import LoadedModel
+from m1_single_request.output_events import Sampled
 from m1_single_request.trace_readers import Records
 from m3_paged_attention import LLMEngine, ModelConfig, SamplingParams, TraceConfig
 from m3_paged_attention.attention import native_library, native_step
@@ -208,3 +211,33 @@ def test_another_class_of_kv_memory_runs_layer_by_layer(embedded: LoadedModel) -
     embedded.model.use_kv(kv)
     assert kv.step is None
     assert embedded.model.eager_reason == "the class OtherStorage is not supported"
+
+
+# --- the most likely token, without logits ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", ["m3_paged_attention", "m4_radix_cache", "m5_chunked_prefill_spec"])
+def test_rows_without_options_get_the_same_tokens_with_and_without_logits(package: str) -> None:
+    """A reader of the trace is told probabilities, and a row with an option needs logits."""
+    face = importlib.import_module(package)
+    plain = face.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    asking = dataclasses.replace(plain, logprobs=1)
+    tokens = []
+    with face.LLMEngine(model_config=face.ModelConfig(device="cpu", attention_backend="native")) as engine:
+        for params, reader in ((plain, None), (plain, Records()), ([plain, plain, asking], None)):
+            if reader is not None:
+                engine.tracer.attach(reader)
+            outputs = engine.generate_batch(["What is a KV cache?", "Why?", "Hello"], params, progress=False)
+            tokens.append([output.outputs[0].token_ids for output in outputs.values()])
+            if reader is not None:
+                engine.tracer.detach(reader)
+                assert len(reader.of(Sampled)) == 24
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_logits_that_are_not_finite_end_their_own_request_alone() -> None:
+    with LLMEngine(model_config=ModelConfig(device="cpu", attention_backend="native")) as engine:
+        model: Any = engine.engine_core.executor.worker.model_runner.model
+        model.embedding[300] = torch.nan
+        good, bad = engine.generate_batch([[5, 6], [7, 300]], SamplingParams(temperature=0), progress=False).values()
+        assert good.error is None and isinstance(bad.error, ForwardError)

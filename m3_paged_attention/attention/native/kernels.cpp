@@ -13,7 +13,7 @@
 //     attention.h    attention of one new token per sequence
 //     pointwise.h    norms, rotary, SiLU
 //     layers.h       all layers of a step
-//     whole_step.h   these, and before them the newest tokens, behind them the next ones
+//     whole_step.h   the most likely tokens; a step with the newest tokens before it and the next ones behind it
 //     thread.h       a thread that runs steps while Python does something else
 
 #include "attention.h"
@@ -81,6 +81,10 @@
     }                                                                                                                  \
     void silu_mul_##suffix(const T* gate_up, T* y, long rows, long width, int threads) {                               \
         silu_mul(gate_up, y, rows, width, threads);                                                                    \
+    }                                                                                                                  \
+    void best_tokens_##suffix(const T* x, const void* packed, const T* bias, T* logits, int64_t* tokens, int is_int8,  \
+                              long rows, long in, long out, int threads) {                                             \
+        best_tokens({packed, bias, is_int8}, x, logits, tokens, rows, in, out, threads);                               \
     }                                                                                                                  \
     void run_layers_##suffix(const Step<T>* step) { run_layers(*step); }                                               \
     void run_step_##suffix(const WholeStep<T>* step) { run_step(*step); }

@@ -38,19 +38,24 @@ template <class T> int64_t best_of(const T* logits, long size) {
     return i;
 }
 
+// tokens [rows]: of the largest of the logits x [rows][in] * head, [rows][out]; -1 if any is not finite
+template <class T>
+void best_tokens(const Linear<T>& head, const T* x, T* logits, int64_t* tokens, long rows, long in, long out,
+                 int threads) {
+    apply(head, x, logits, rows, in, out, threads);
+#pragma omp parallel for if (rows > 1) schedule(static) num_threads(threads)
+    for (long r = 0; r < rows; r++) tokens[r] = best_of(logits + r * out, out);
+}
+
 template <class T> void run_step(const WholeStep<T>& s) {
     const long rows = s.step.num_tokens;
     for (long r = 0; r < rows; r++)
         if (s.input_ids[r] < 0) s.input_ids[r] = s.newest[-1 - s.input_ids[r]];
     run_layers(s.step);
     if (!s.tokens) return;
-    const int threads = s.step.threads;
-    apply(s.head, s.step.output, s.logits, rows, s.step.hidden_size, s.vocab_size, threads);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long r = 0; r < rows; r++) {
-        s.tokens[r] = best_of(s.logits + r * s.vocab_size, s.vocab_size);
+    best_tokens(s.head, s.step.output, s.logits, s.tokens, rows, s.step.hidden_size, s.vocab_size, s.step.threads);
+    for (long r = 0; r < rows; r++)
         s.newest[s.rows[r]] = std::max<int64_t>(s.tokens[r], 0);  // any token will do for a request that has ended
-    }
 }
 
 }  // namespace
