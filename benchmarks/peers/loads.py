@@ -29,7 +29,7 @@ class Load:
 
     def requests(self, seed: int) -> Requests:
         """Return requests that no other seed repeats: a cache must not know them."""
-        random = Random(seed)
+        random = Random(str(seed))  # of a number it would drop the sign
         shared = [random.randrange(256, 4000) for _ in range(self.shared)]
         prompts = [
             shared + [random.randrange(256, 4000) for _ in range(random.randint(*self.prompts))]
