@@ -29,6 +29,16 @@ from benchmarks.traces import watched
 
 NAMES = [name for name, load in LOADS.items() if "tok/s" in load.unit]
 MAX_LEN = 8192
+STEPS = 300
+STEP_PARTS = {
+    "choose the batch, allocate slots": ("scheduler", "schedule"),
+    "make the tensors of the step": ("runner", "prepare"),
+    "call the layers": ("runner", "forward"),
+    "call the output layer, take the tokens": ("runner", "sample"),
+    "commit the tokens": ("scheduler", "update_from_output"),
+    "make the outputs, with text": ("core", "_make_outputs"),
+}
+"""Parts of a step, and the method that is each of them."""
 WIDTH, MANY = 1024, 768
 """Inputs of a layer that measures the machine, and rows for which arithmetic is its limit."""
 
@@ -120,6 +130,47 @@ def costs(engine: Any, load: Load, shape: Any, answer: Callable[[], float]) -> l
     return steps
 
 
+def python_of_a_step(size: Size) -> Row:
+    """Return the seconds of Python of a decode step of one request, as a whole and by part."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        parts: Row = pool.submit(step_by_part, size.rounds).result()
+    return parts
+
+
+def step_by_part(rounds: int) -> Row:
+    """Measure the parts of a step one after the other, so that no measurement is in another, without kernels."""
+    from m6_multimodal_pd import LLMEngine, ModelConfig, SamplingParams
+
+    torch.set_num_threads(1)
+    with empty_kernels():
+        engine = LLMEngine(model_config=ModelConfig(model=str(EMBEDDED.directory), device="cpu", dtype="float32"))
+    core, params = engine.engine_core, SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+    owners = {"scheduler": core.scheduler, "runner": core.executor.worker.model_runner, "core": core}
+
+    def median_of(owner: Any, name: str) -> float:
+        call, seconds = getattr(owner, name), []
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                seconds.append(time.perf_counter() - began)
+
+        setattr(owner, name, timed)
+        for _ in range(rounds):
+            engine.add_request([300, 301, 302], params)
+            while engine.has_unfinished_requests():
+                engine.step()
+        delattr(owner, name)  # the class has it
+        return statistics.median(seconds)
+
+    engine.generate([300, 301, 302], params)
+    whole = median_of(engine, "_advance")
+    parts = {text: median_of(owners[owner], name) for text, (owner, name) in STEP_PARTS.items()}
+    return {"whole": whole, "parts": parts | {"the calls between them": whole - sum(parts.values())}}
+
+
 @cache
 def roof(dtype: torch.dtype) -> Row:
     """Return the bytes and operations per second of this machine: the best of torch and of a native layer."""
@@ -135,4 +186,8 @@ def roof(dtype: torch.dtype) -> Row:
     }
 
 
-LESSON = Lesson("limits", lambda size: {name: partial(limits, name, size) for name in NAMES}, rounds=5)
+LESSON = Lesson(
+    "limits",
+    lambda size: {"python": partial(python_of_a_step, size)} | {name: partial(limits, name, size) for name in NAMES},
+    rounds=5,
+)
