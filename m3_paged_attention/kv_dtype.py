@@ -58,7 +58,7 @@ def use_kv_dtype(loaded: Any, name: str) -> None:
 def quantize(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return vectors `[..., head_dim]` in a format with scales, and the float32 scales `[...]`.
 
-    A vector with NaN or infinity has a scale that is not finite, so that all of it is read as NaN.
+    A vector with NaN or infinity has a scale that is not finite, so that no number of it is read as finite.
     """
     vectors = vectors.float()
     scales = vectors.abs().amax(-1) / LARGEST[dtype]

@@ -26,7 +26,14 @@ from m3_paged_attention.kv_storage import KVLayer
 from m3_paged_attention.linear import Int8Linear, PlainLinear
 from tests.kernels import references
 from tests.kernels.numbers import same_numbers_and_no_luck as same_numbers_and_no_luck
-from tests.kernels.references import PagedBatch, assert_close, causal_attention, decode_row, paged_batch
+from tests.kernels.references import (
+    PagedBatch,
+    assert_close,
+    causal_attention,
+    decode_row,
+    in_kv_dtype,
+    paged_batch,
+)
 from tests.support.amounts import examples
 
 if OBSTACLE := native_library.obstacle():
@@ -296,26 +303,69 @@ def last_block(batch: PagedBatch) -> int:
     return int(batch.metadata.block_tables[0, (batch.metadata.seq_lens_host[0] - 1) // 16])
 
 
-@pytest.mark.parametrize("page", [1, 16])
-def test_a_shared_prefix_is_read_once_for_all(backend, dtype, page) -> None:
-    """Two prefixes, of 9 rows and of 60, and a row with its own; the others end in it, or go on behind it."""
-    lengths = [128 + 16 * (row % 3) + row % 5 for row in range(70)]
-    batch = paged_batch((6, 2, 64), decodes=lengths, dtype=dtype, device=CPU, page=page)
-    tables = batch.metadata.block_tables
-    for row in range(1, 70):
-        if row != 30:
-            tables[row, : 128 // page] = tables[0 if row < 10 else 10, : 128 // page]
+def share(batch: PagedBatch, rows: range, tokens: int, *, copied: bool = False) -> None:
+    """Let decodes begin with the tokens of the first of them: in its blocks, or in copies of these."""
+    tables, blocks = batch.metadata.block_tables, slice(tokens // batch.layer.key_cache.shape[1])
+    for row in rows[1:]:
+        if copied:
+            for cache in batch.layer[:2]:
+                cache[tables[row, blocks].long()] = cache[tables[rows[0], blocks].long()]
+        else:
+            tables[row, blocks] = tables[rows[0], blocks]
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("heads", [(6, 2, 64), (16, 1, 64), (5, 1, 96), (8, 1, 128)], ids=str)
+@pytest.mark.parametrize("page", [1, 16, 24])
+@pytest.mark.parametrize("kv_dtype", [None, BF16, torch.int8, torch.float8_e4m3fn], ids=["own", "bf16", "int8", "fp8"])
+def test_a_shared_prefix_is_read_once_for_all(backend, dtype, heads, page, kv_dtype) -> None:
+    """Two prefixes, of 9 rows and of 40, and a row with its own; the others end in it, or go on behind it."""
+    batch = paged_batch(heads, decodes=[144 + row % 37 for row in range(50)], dtype=dtype, device=CPU, page=page)
+    for rows in (range(9), range(10, 50)):
+        share(batch, rows, 144)
+    batch = in_kv_dtype(batch, kv_dtype or dtype)
     together = attend(backend, batch)
-    for row in range(70):
-        blocks = tables[row, : -(-lengths[row] // page)].long()
-        keys, values = (cache[blocks].flatten(0, 1)[: lengths[row]] for cache in batch.layer[:2])
-        expected = causal_attention(batch.query[row : row + 1], keys, values, batch.scale)
-        assert_close(together[row : row + 1], expected, ATTENTION)
-    own = replace(
-        batch.metadata, block_tables=tables[30:31], seq_lens=batch.metadata.seq_lens[30:31].clone(), num_decodes=1
-    )
-    alone = backend.attention(batch.query[30:31], batch.layer, own, batch.scale)
-    assert torch.equal(together[30:31], alone), "a row that shares nothing has the same bits as alone"
+    for row in range(50):
+        assert_close(together[row], batch.expected[row], ATTENTION | {BF16: 8e-3})
+    torch.set_num_threads(2)
+    assert torch.equal(attend(backend, batch), together)
+    assert torch.equal(attend(backend, decode_row(batch, 9))[0], together[9]), "a row that shares nothing keeps its bits"
+
+
+SHARED: dict[str, tuple[tuple[int, int, int], list[tuple[range, int, bool]]]] = {
+    "two documents behind a block of all": (
+        (4, 2, 64),
+        [(range(20), 16, False), (range(10), 208, True), (range(10, 20), 208, True)],
+    ),
+    "one of many leaves early": ((4, 2, 64), [(range(17), 16, False), (range(16), 208, True)]),
+    "two documents behind a shorter prompt": (
+        (4, 2, 64),
+        [(range(20), 128, False), (range(10), 320, True), (range(10, 20), 320, True)],
+    ),
+    "a prompt, and half go on for a short while": ((4, 2, 64), [(range(18), 256, True), (range(9), 320, False)]),
+    "queries of eight rows": ((4, 2, 64), [(range(8), 208, True)]),
+    "too few queries": ((4, 2, 64), [(range(7), 208, False)]),
+    "too few tokens": ((4, 2, 64), [(range(20), 112, False)]),
+    "enough queries of each row": ((16, 1, 64), [(range(2), 208, True)]),
+}
+"""Heads, and what rows share: so many tokens, and whether these are computed for all of them at once."""
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_rows_are_grouped_so_that_the_most_reads_are_saved(backend, name) -> None:
+    """A row has the bits that it has if it shares its group's tokens and no others. Those behind a group's tokens, and
+    rows that are in no group, have the bits that they have alone."""
+    heads, shared = SHARED[name]
+    results = []
+    for copied in ([False] * len(shared), [not is_group for *_, is_group in shared], [True] * len(shared)):
+        batch = paged_batch(heads, decodes=[330 + row for row in range(21)], dtype=FP32, device=CPU)
+        for (rows, tokens, _), is_copied in zip(shared, copied, strict=True):
+            share(batch, rows, tokens, copied=is_copied)
+        results.append(attend(backend, batch))
+    together, in_groups, alone = results
+    assert torch.equal(together, in_groups)
+    grouped = {row for rows, _, is_group in shared if is_group for row in rows}
+    assert {row for row in range(21) if not torch.equal(together[row], alone[row])} == grouped
 
 
 @pytest.mark.sample(8)

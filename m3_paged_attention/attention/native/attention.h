@@ -11,10 +11,9 @@
 
 #pragma once
 
-#include <map>
 #include <vector>
 
-#include "tile.h"
+#include "shared_prefixes.h"
 
 namespace {
 
@@ -57,13 +56,11 @@ inline Floats scales_of(const K* numbers, long kv_head, const Chunk<K>& chunk, c
     return load(scales);
 }
 
-inline Ints add_products(Ints sum, const int16_t* a, const int8_t* b) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+inline Ints add_products(Ints sum, const int16_t* a, const int8_t* b) {
     return (Ints)_mm512_dpwssd_epi32((__m512i)sum, read<__m512i>(a), _mm512_cvtepi8_epi16(read<__m256i>(b)));
-#else
-    return sum;  // not used
-#endif
 }
+#endif
 inline Floats floats(Floats sum) { return sum; }
 inline Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
 
@@ -133,74 +130,13 @@ void attend_chunk(long num_heads, Head<Q>* heads, const K* keys, const K* values
     }
 }
 
-// Sequences whose tables begin with the same blocks: a system prompt, say, that many requests have. Their queries are a
-// tile over its keys and values, which are read once for all of them. `attend` goes on behind it from the same sums.
-
-constexpr long MIN_ROWS = 16, MIN_PREFIX = 2 * PANEL;  // of a tile, and of a prefix; below, it is not faster
-
-template <class T, class K> struct SharedPrefixes {
-    std::vector<long> lengths;                  // [num_seqs]: tokens that are computed here
-    std::vector<float> sums, largest, totals;   // [num_seqs, heads]: sums with [head_dim]
-
-    SharedPrefixes(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* all_lengths,
-                   const Shape& shape, float scale, int threads)
-        : lengths(shape.num_seqs, 0) {
-        const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
-        std::map<int32_t, std::vector<long>> by_block;
-        for (long seq = 0; seq < shape.num_seqs; seq++)
-            if (all_lengths[seq] > MIN_PREFIX) by_block[tables[seq * shape.table_stride]].push_back(seq);
-        struct Part { const long* seqs; long count, length; };  // sequences of one tile
-        std::vector<Part> parts;
-        for (const auto& [block, seqs] : by_block) {
-            const long length = common(tables, all_lengths, seqs, shape), count = seqs.size();
-            if (count * group < MIN_ROWS || length < MIN_PREFIX) continue;
-            const long num_tiles = (count * group + TILE_ROWS - 1) / TILE_ROWS;
-            for (long t = 0; t < num_tiles; t++) {
-                const long from = t * count / num_tiles;
-                parts.push_back({&seqs[from], (t + 1) * count / num_tiles - from, length});
-            }
-            for (long seq : seqs) lengths[seq] = length;
-        }
-        if (parts.empty()) return;
-        sums.resize(shape.num_seqs * shape.heads * dim);
-        largest.resize(shape.num_seqs * shape.heads), totals.resize(largest.size());
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
-        for (size_t p = 0; p < parts.size(); p++)
-            for (long kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
-                const Part& part = parts[p];
-                const long first = kv_head * group;
-                Tile<T, K> tile(part.count * group, dim);
-                for (long r = 0; r < tile.rows; r++)
-                    tile.set_query(r, query + part.seqs[r / group] * shape.query_stride + (first + r % group) * dim);
-                const int32_t* table = tables + part.seqs[0] * shape.table_stride;
-                tile.attend(keys, values, table, part.length, 0, shape, kv_head, scale);
-                for (long r = 0; r < tile.rows; r++) {
-                    const long head = part.seqs[r / group] * shape.heads + first + r % group;
-                    largest[head] = tile.largest(r), totals[head] = tile.total(r);
-                    for (long i = 0; i < dim; i += LANES) store(&sums[head * dim + i], tile.sum(r, i));
-                }
-            }
-    }
-
-    // Number of tokens in the blocks with which the tables of all these sequences begin, in whole panels.
-    static long common(const int32_t* tables, const int32_t* lengths, const std::vector<long>& seqs,
-                       const Shape& shape) {
-        const int32_t* one = tables + seqs[0] * shape.table_stride;
-        long blocks = lengths[seqs[0]] / shape.block_size;
-        for (long seq : seqs) {
-            blocks = std::min(blocks, lengths[seq] / shape.block_size);
-            blocks = std::mismatch(one, one + blocks, tables + seq * shape.table_stride).first - one;
-        }
-        return blocks * shape.block_size / PANEL * PANEL;
-    }
-};
-
+// One query per sequence; `shared`: of these tables.
 template <class T, class K>
 void attend(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* lengths, T* output,
-            const Shape& shape, float scale, int threads) {
+            const Shape& shape, float scale, int threads, SharedPrefixes& shared) {
     using Q = Query<T, K>;
     const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
-    const SharedPrefixes<T, K> shared(query, keys, values, tables, lengths, shape, scale, threads);
+    shared.attend(query, keys, values, tables, shape, scale, threads);
     // A thread computes all heads of a token, which are adjacent in memory. Threads share only few sequences.
     const long parts = shape.num_seqs >= 2 * threads ? 1 : std::min(shape.kv_heads, (long)threads);
 #pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)

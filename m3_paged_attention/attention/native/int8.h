@@ -17,25 +17,14 @@ namespace {
 
 constexpr long SCALE_GROUP = 128;       // inputs that share a scale
 constexpr long AHEAD = SCALE_GROUP * PANEL;  // distance of the prefetch, in bytes
-typedef int8_t Bytes __attribute__((vector_size(16)));
-typedef int16_t Shorts __attribute__((vector_size(32)));
-
-inline Floats floats_of(const int8_t* from) {
-#if defined(__AVX512F__)
-    const Ints ints = (Ints)_mm512_cvtepi8_epi32(read<__m128i>(from));
-#else
-    const Ints ints = __builtin_convertvector(__builtin_convertvector(read<Bytes>(from), Shorts), Ints);
-#endif
-    return __builtin_convertvector(ints, Floats);
-}
 
 // `weights_at` of linear.h for a panel of whole numbers
 template <class T> inline Weights<T> converted_at(const int8_t* panel, long k, long v) {
     const int8_t* from = panel + k * PANEL + v * LANES;
     if constexpr (PAIR<T> == 1)
-        return floats_of(from);
+        return load(from);
     else  // the upper halves of two inputs' floats, whose lower halves are zeros
-        return (Words)floats_of(from) >> 16 | (Words)floats_of(from + PANEL);
+        return (Words)load(from) >> 16 | (Words)load(from + PANEL);
 }
 
 // Modes of `multiply_scaled`: convert its panel, also keep the result, or read what was kept.

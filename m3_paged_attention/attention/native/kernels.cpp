@@ -2,14 +2,15 @@
 //
 // They are compiled on the machine that runs them (native_library.py), so one source serves all processors. Sums are
 // in float32; those of int16 queries and int8 keys are in int32, which is exact. The result of a row never depends on
-// the other rows: a request gets bitwise the same numbers alone and in a batch, unless it shares a long prefix with many
-// others (`SharedPrefixes`).
+// the other rows: a request gets bitwise the same numbers alone and in a batch, unless it shares a long prefix with
+// others (shared_prefixes.h). Then sums have another order, and in bfloat16 softmax weights are rounded, as in prompts.
 //
 //     vectors.h      load, store, sum, exp
 //     linear.h       weights in panels, read once for up to six rows
 //     int8.h         the same with weights of eight bits
 //     kv.h           KV in blocks, in any of its types
-//     tile.h         attention of many queries: of prompts, and of a prefix that many requests share
+//     tile.h         attention of many queries over the same keys and values: of prompts
+//     shared_prefixes.h  the same of one new token of several sequences, over the prefix that they share
 //     attention.h    attention of one new token per sequence
 //     pointwise.h    norms, rotary, SiLU
 //     layers.h       all layers of a step
@@ -46,8 +47,9 @@
                          long head_dim, long block_size, long query_stride, long table_stride, float scale,            \
                          int threads) {                                                                                \
         const Shape shape = {num_seqs, heads, kv_heads, head_dim, block_size, query_stride, table_stride};             \
+        SharedPrefixes shared(tables, lengths, shape);                                                                 \
         with_type<T>(type, keys, values, [&](auto* k, auto* v) {                                                       \
-            attend(query, k, v, tables, lengths, output, shape, scale, threads);                                       \
+            attend(query, k, v, tables, lengths, output, shape, scale, threads, shared);                               \
         });                                                                                                            \
     }                                                                                                                  \
     void attend_to_prompts_##suffix(const T* query, const void* keys, const void* values, const int32_t* tables,       \

@@ -48,7 +48,9 @@ template <class T> void apply(const Linear<T>& layer, const T* x, T* y, long row
         linear(x, (const T*)layer.packed, layer.bias, y, rows, in, out, threads);
 }
 
-template <class T> void attention_of(const Step<T>& s, const Layer<T>& layer, const T* query, long stride, T* output) {
+template <class T>
+void attention_of(const Step<T>& s, const Layer<T>& layer, const T* query, long stride, T* output,
+                  SharedPrefixes& shared) {
     const long width = s.heads * s.head_dim;
     if (s.num_prefills) {
         const Shape shape = {s.num_prefills, s.heads, s.kv_heads, s.head_dim, s.block_size, stride, s.table_stride};
@@ -61,7 +63,7 @@ template <class T> void attention_of(const Step<T>& s, const Layer<T>& layer, co
         const int32_t* tables = s.tables + s.num_prefills * s.table_stride;
         with_type<T>(s.kv_type, layer.keys, layer.values, [&](auto* keys, auto* values) {
             attend(query + s.num_prefill_tokens * stride, keys, values, tables, s.lengths + s.num_prefills,
-                   output + s.num_prefill_tokens * width, shape, s.scale, s.threads);
+                   output + s.num_prefill_tokens * width, shape, s.scale, s.threads, shared);
         });
     }
 }
@@ -75,6 +77,8 @@ template <class T> void run_layers(const Step<T>& s) {
     T *of_qk = of_qkv + rows * qkv, *attended = of_qk + rows * qk, *gate_up = attended + rows * s.heads * dim;
     T* gated = gate_up + rows * 2 * s.intermediate_size;
     float *cos = s.angles, *sin = cos + rows * half;
+    const Shape decodes = {s.num_decodes, s.heads, s.kv_heads, dim, s.block_size, 0, s.table_stride};
+    SharedPrefixes shared(s.tables + s.num_prefills * s.table_stride, s.lengths + s.num_prefills, decodes);
     for (long r = 0; r < rows; r++) {
         std::memcpy((void*)(residual + r * hidden), s.embedding + s.input_ids[r] * hidden, hidden * sizeof(T));
         std::memcpy(cos + r * half, s.cos + s.positions[r] * half, half * sizeof(float));
@@ -98,7 +102,7 @@ template <class T> void run_layers(const Step<T>& s) {
         with_type<T>(s.kv_type, layer.keys, layer.values, [&](auto* keys, auto* values) {
             store_kv(query + s.heads * dim, of_qkv + qk, keys, values, s.slots, rows, stored, stride, qkv, threads);
         });
-        attention_of(s, layer, query, stride, attended);
+        attention_of(s, layer, query, stride, attended, shared);
         apply(layer.o, attended, y, rows, s.heads * dim, hidden, threads);
         add_rms_norm(y, residual, layer.post_attention_norm, x, rows, hidden, s.eps, threads);
         apply(layer.gate_up, x, gate_up, rows, hidden, 2 * s.intermediate_size, threads);

@@ -109,8 +109,8 @@ void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in
             for (long g = 0; g < num_groups; g++) {  // of equal size: 8 rows are 4 and 4
                 const long r = g * count / num_groups, size = (g + 1) * count / num_groups - r;
                 const T* rows_of = x + (first + r) * in;
-                // A single group reads memory in order, which the processor fetches ahead by itself. Of several, the
-                // last two read the cache, so memory is free: each of them fetches half of the next block.
+                // A single group reads memory in order, which the processor fetches ahead by itself. Of several, each
+                // of the last two fetches half of the next block. The first one of them has to read this one, too.
                 const long half = g - (num_groups - 2);
                 if (num_groups > 1 && half >= 0) {
                     const T* ahead = next + half * (to - from) * PANEL / 2;

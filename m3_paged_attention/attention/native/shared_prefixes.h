@@ -1,0 +1,105 @@
+// Attention to the tokens with which several sequences begin: a system prompt, say, that many requests have.
+//
+// Sequences whose tables begin with the same blocks begin with the same tokens. Their queries are a tile over its keys
+// and values, which are read once for all of them. attention.h goes on behind it from the same sums, for each sequence
+// alone. vLLM and FlashInfer call this cascade attention.
+//
+// A sequence may share 16 tokens with all others, and 1,024 with some. It is in at most one group, and the groups are
+// those that save the most reads. They are the same in all layers of a step.
+
+#pragma once
+
+#include <vector>
+
+#include "tile.h"
+
+namespace {
+
+constexpr long MIN_ROWS = 16, MIN_PREFIX = 2 * PANEL;  // of a group: queries of a KV head, tokens; below, it is not faster
+
+struct Group { long begin, end, length; };  // sequences begin..end of an order, and the tokens that all of them share
+
+// --8<-- [start:add_best_groups]
+// Append the groups of begin..end that save the most reads, and return how many reads of a token they save. Sequences
+// are in an order in which i - 1 and i share common[i] tokens, and more distant ones the least of those between them.
+inline long add_best_groups(const std::vector<long>& common, long begin, long end, long min_count,
+                            std::vector<Group>& groups) {
+    if (end - begin < min_count) return 0;
+    const long length = *std::min_element(common.begin() + begin + 1, common.begin() + end);
+    const long saved_by_one = length < MIN_PREFIX ? 0 : (end - begin - 1) * length;
+    const size_t num_before = groups.size();
+    long saved_by_several = 0;
+    for (long from = begin, to; from < end; from = to) {
+        for (to = from + 1; to < end && common[to] > length;) to++;
+        saved_by_several += add_best_groups(common, from, to, min_count, groups);
+    }
+    if (saved_by_one <= saved_by_several) return saved_by_several;
+    groups.resize(num_before);
+    groups.push_back({begin, end, length});
+    return saved_by_one;
+}
+// --8<-- [end:add_best_groups]
+
+struct SharedPrefixes {
+    std::vector<long> lengths;                 // [num_seqs]: tokens that are computed here, 0 for most sequences
+    std::vector<float> sums, largest, totals;  // [num_seqs, heads], sums with [head_dim]: state of the pass behind them
+    std::vector<long> order;                   // sequences, those that begin with the same blocks side by side
+    std::vector<Group> tiles;                  // the groups, in parts of up to TILE_ROWS queries
+
+    SharedPrefixes(const int32_t* tables, const int32_t* all_lengths, const Shape& shape) : lengths(shape.num_seqs) {
+        const auto table = [&](long seq) { return tables + seq * shape.table_stride; };
+        const auto num_full = [&](long seq) { return all_lengths[seq] / shape.block_size; };  // others are not shared
+        for (long seq = 0; seq < shape.num_seqs; seq++)
+            if (all_lengths[seq] >= MIN_PREFIX) order.push_back(seq);
+        std::sort(order.begin(), order.end(), [&](long a, long b) {
+            const long blocks = std::min(num_full(a), num_full(b));
+            const int difference = std::memcmp(table(a), table(b), blocks * sizeof(int32_t));
+            return difference ? difference < 0 : num_full(a) < num_full(b);
+        });
+        std::vector<long> common(order.size());
+        for (size_t i = 1; i < order.size(); i++) {
+            const int32_t* one = table(order[i - 1]);
+            const long blocks = std::min(num_full(order[i - 1]), num_full(order[i]));
+            const long same = std::mismatch(one, one + blocks, table(order[i])).first - one;
+            common[i] = same * shape.block_size / PANEL * PANEL;  // whole panels
+        }
+        const long group = shape.heads / shape.kv_heads, per_tile = std::max(1L, TILE_ROWS / group);
+        std::vector<Group> groups;
+        add_best_groups(common, 0, order.size(), std::max(2L, (MIN_ROWS + group - 1) / group), groups);
+        for (const auto& [begin, end, length] : groups) {
+            for (long i = begin; i < end; i++) lengths[order[i]] = length;
+            const long count = end - begin, num_tiles = (count + per_tile - 1) / per_tile;
+            for (long t = 0; t < num_tiles; t++)
+                tiles.push_back({begin + t * count / num_tiles, begin + (t + 1) * count / num_tiles, length});
+        }
+        if (tiles.empty()) return;
+        sums.resize(shape.num_seqs * shape.heads * shape.head_dim);
+        largest.resize(shape.num_seqs * shape.heads), totals.resize(largest.size());
+    }
+
+    // Compute the state of one layer.
+    template <class T, class K>
+    void attend(const T* query, const K* keys, const K* values, const int32_t* tables, const Shape& shape, float scale,
+                int threads) {
+        if (tiles.empty()) return;
+        const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+        for (size_t t = 0; t < tiles.size(); t++)
+            for (long kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+                const long* seqs = &order[tiles[t].begin];
+                const long first = kv_head * group, rows = (tiles[t].end - tiles[t].begin) * group;
+                Tile<T, K> tile(rows, dim);
+                for (long r = 0; r < rows; r++)
+                    tile.set_query(r, query + seqs[r / group] * shape.query_stride + (first + r % group) * dim);
+                const int32_t* table = tables + seqs[0] * shape.table_stride;
+                tile.attend(keys, values, table, tiles[t].length, 0, shape, kv_head, scale);
+                for (long r = 0; r < rows; r++) {
+                    const long head = seqs[r / group] * shape.heads + first + r % group;
+                    largest[head] = tile.largest(r), totals[head] = tile.total(r);
+                    for (long i = 0; i < dim; i += LANES) store(&sums[head * dim + i], tile.sum(r, i));
+                }
+            }
+    }
+};
+
+}  // namespace
