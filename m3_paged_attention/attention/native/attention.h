@@ -77,7 +77,7 @@ void attend_chunk(Head<Q>* heads, const K* keys, const K* values, long kv_head, 
         value_scales = scales_of(values, kv_head, chunk, shape);
     }
     keys += kv_head * dim, values += kv_head * dim;
-    Floats products[HEADS][CHUNK] = {};
+    Floats products[HEADS][CHUNK];
     for (long t = 0; t < chunk.count; t++) {
         const K* key = keys + chunk.at[t];
         if (t < next.count) fetch(keys + next.at[t], dim);
@@ -86,6 +86,8 @@ void attend_chunk(Head<Q>* heads, const K* keys, const K* values, long kv_head, 
             for (int h = 0; h < HEADS; h++) product[h] = add_products(product[h], heads[h].query + i, key + i);
         for (int h = 0; h < HEADS; h++) products[h][t] = floats(product[h]);
     }
+    for (long t = chunk.count; t < CHUNK; t++)
+        for (int h = 0; h < HEADS; h++) products[h][t] = Floats{};
     alignas(64) float weights[HEADS][CHUNK];
     float shrink[HEADS];
     for (int h = 0; h < HEADS; h++) {

@@ -47,7 +47,7 @@
                          long head_dim, long block_size, long query_stride, long table_stride, float scale,            \
                          int threads) {                                                                                \
         const Shape shape = {num_seqs, heads, kv_heads, head_dim, block_size, query_stride, table_stride};             \
-        SharedPrefixes shared(tables, lengths, shape);                                                                 \
+        SharedPrefixes shared(tables, lengths, shape, threads);                                                        \
         with_type<T>(type, keys, values, [&](auto* k, auto* v) {                                                       \
             attend(query, k, v, tables, lengths, output, shape, scale, threads, shared);                               \
         });                                                                                                            \

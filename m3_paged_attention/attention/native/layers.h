@@ -78,7 +78,7 @@ template <class T> void run_layers(const Step<T>& s) {
     T* gated = gate_up + rows * 2 * s.intermediate_size;
     float *cos = s.angles, *sin = cos + rows * half;
     const Shape decodes = {s.num_decodes, s.heads, s.kv_heads, dim, s.block_size, 0, s.table_stride};
-    SharedPrefixes shared(s.tables + s.num_prefills * s.table_stride, s.lengths + s.num_prefills, decodes);
+    SharedPrefixes shared(s.tables + s.num_prefills * s.table_stride, s.lengths + s.num_prefills, decodes, threads);
     for (long r = 0; r < rows; r++) {
         std::memcpy((void*)(residual + r * hidden), s.embedding + s.input_ids[r] * hidden, hidden * sizeof(T));
         std::memcpy(cos + r * half, s.cos + s.positions[r] * half, half * sizeof(float));

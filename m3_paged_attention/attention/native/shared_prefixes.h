@@ -15,7 +15,8 @@
 
 namespace {
 
-constexpr long MIN_ROWS = 16, MIN_PREFIX = 2 * PANEL;  // of a group: queries of a KV head, tokens; below, it is not faster
+constexpr long MIN_ROWS = 16, MIN_PREFIX = 2 * PANEL;  // queries of a KV head, and tokens: below, it is not faster
+constexpr long MAX_ROWS = 192;                         // queries of a tile
 
 struct Group { long begin, end, length; };  // sequences begin..end of an order, and the tokens that all of them share
 
@@ -44,9 +45,10 @@ struct SharedPrefixes {
     std::vector<long> lengths;                 // [num_seqs]: tokens that are computed here, 0 for most sequences
     std::vector<float> sums, largest, totals;  // [num_seqs, heads], sums with [head_dim]: state of the pass behind them
     std::vector<long> order;                   // sequences, those that begin with the same blocks side by side
-    std::vector<Group> tiles;                  // the groups, in parts of up to TILE_ROWS queries
+    std::vector<Group> tiles;                  // the groups, in parts for all threads
 
-    SharedPrefixes(const int32_t* tables, const int32_t* all_lengths, const Shape& shape) : lengths(shape.num_seqs) {
+    SharedPrefixes(const int32_t* tables, const int32_t* all_lengths, const Shape& shape, int threads)
+        : lengths(shape.num_seqs) {
         const auto table = [&](long seq) { return tables + seq * shape.table_stride; };
         const auto num_full = [&](long seq) { return all_lengths[seq] / shape.block_size; };  // others are not shared
         for (long seq = 0; seq < shape.num_seqs; seq++)
@@ -63,12 +65,14 @@ struct SharedPrefixes {
             const long same = std::mismatch(one, one + blocks, table(order[i])).first - one;
             common[i] = same * shape.block_size / PANEL * PANEL;  // whole panels
         }
-        const long group = shape.heads / shape.kv_heads, per_tile = std::max(1L, TILE_ROWS / group);
+        const long group = shape.heads / shape.kv_heads, min_count = std::max(2L, (MIN_ROWS + group - 1) / group);
         std::vector<Group> groups;
-        add_best_groups(common, 0, order.size(), std::max(2L, (MIN_ROWS + group - 1) / group), groups);
+        add_best_groups(common, 0, order.size(), min_count, groups);
+        const long max_count = std::max(1L, MAX_ROWS / group), wanted = (threads + shape.kv_heads - 1) / shape.kv_heads;
         for (const auto& [begin, end, length] : groups) {
             for (long i = begin; i < end; i++) lengths[order[i]] = length;
-            const long count = end - begin, num_tiles = (count + per_tile - 1) / per_tile;
+            const long count = end - begin;
+            const long num_tiles = std::max((count + max_count - 1) / max_count, std::min(wanted, count / min_count));
             for (long t = 0; t < num_tiles; t++)
                 tiles.push_back({begin + t * count / num_tiles, begin + (t + 1) * count / num_tiles, length});
         }

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "kv.h"
@@ -12,13 +13,13 @@
 
 namespace {
 
-constexpr long TILE_ROWS = 96;  // maximum queries of one KV head that use a copy of keys and values
+constexpr long TILE_ROWS = 96;  // maximum queries of one KV head and prompt that use a copy of keys and values
 
-template <class T> struct AlignedBuffer {  // memory for some elements, aligned to a cache line
-    std::vector<char> memory;
+template <class T> struct AlignedBuffer {  // uninitialised memory for some elements, aligned to a cache line
+    std::unique_ptr<char[]> memory;
     T* begin;
-    explicit AlignedBuffer(long size) : memory(size * sizeof(T) + 64) {
-        begin = (T*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    explicit AlignedBuffer(long size) : memory(new char[size * sizeof(T) + 64]) {
+        begin = (T*)(((uintptr_t)memory.get() + 63) / 64 * 64);
     }
 };
 
@@ -111,7 +112,9 @@ template <class T, class K> struct Tile {
         : rows(rows), dim(dim), num_panels((dim + PANEL - 1) / PANEL), queries(rows * dim), weights(rows * PANEL),
           key_panel(PANEL * dim), value_panels(num_panels * PANEL * PANEL),
           unpacked(IS_OWN<T, K> ? 0 : 2 * PANEL * dim), scales(2 * PANEL), scores(rows * PANEL),
-          outputs(num_panels * rows * PANEL), states((rows + LANES - 1) / LANES) {}
+          outputs(num_panels * rows * PANEL), states((rows + LANES - 1) / LANES) {
+        std::fill_n(outputs.begin, num_panels * rows * PANEL, 0.0f);
+    }
 
     void set_query(long row, const T* from) { std::memcpy((void*)(queries.begin + row * dim), from, dim * sizeof(T)); }
 
