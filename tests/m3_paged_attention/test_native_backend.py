@@ -329,7 +329,7 @@ def test_a_shared_prefix_is_read_once_for_all(backend, dtype, heads, page, kv_dt
         assert_close(together[row], batch.expected[row], ATTENTION | {BF16: 8e-3})
     torch.set_num_threads(2)
     assert torch.equal(attend(backend, batch), together)
-    assert torch.equal(attend(backend, decode_row(batch, 9))[0], together[9]), "a row that shares nothing keeps its bits"
+    assert torch.equal(attend(backend, decode_row(batch, 9))[0], together[9]), "it shares nothing: no other bits"
 
 
 SHARED: dict[str, tuple[tuple[int, int, int], list[tuple[range, int, bool]]]] = {

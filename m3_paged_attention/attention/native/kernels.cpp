@@ -5,17 +5,17 @@
 // the other rows: a request gets bitwise the same numbers alone and in a batch, unless it shares a long prefix with
 // others (shared_prefixes.h). Then sums have another order, and in bfloat16 softmax weights are rounded, as in prompts.
 //
-//     vectors.h      load, store, sum, exp
-//     linear.h       weights in panels, read once for up to six rows
-//     int8.h         the same with weights of eight bits
-//     kv.h           KV in blocks, in any of its types
-//     tile.h         attention of many queries over the same keys and values: of prompts
-//     shared_prefixes.h  the same of one new token of several sequences, over the prefix that they share
-//     attention.h    attention of one new token per sequence
-//     pointwise.h    norms, rotary, SiLU
-//     layers.h       all layers of a step
-//     whole_step.h   the most likely tokens; a step with the newest tokens before it and the next ones behind it
-//     thread.h       a thread that runs steps while Python does something else
+//     vectors.h          load, store, sum, exp
+//     linear.h           weights in panels, read once for up to six rows
+//     int8.h             the same with weights of eight bits
+//     kv.h               KV in blocks, in any of its types
+//     tile.h             attention of many queries that read the same keys and values: those of a prompt
+//     shared_prefixes.h  the same for one new token each of several sequences, over their common prefix
+//     attention.h        attention of one new token per sequence
+//     pointwise.h        norms, rotary, SiLU
+//     layers.h           all layers of a step
+//     whole_step.h       the likeliest tokens; a step with the newest tokens before it and the next ones behind it
+//     thread.h           a thread that runs steps while Python does something else
 
 #include "attention.h"
 #include "int8.h"
