@@ -41,6 +41,27 @@ inline long add_best_groups(const std::vector<long>& common, long begin, long en
 }
 // --8<-- [end:add_best_groups]
 
+// Sort sequences by their tables, and return how many tokens each shares with the one before, in whole panels. Only
+// blocks that are full of tokens are compared.
+inline std::vector<long> sort_by_table(std::vector<long>& order, const int32_t* tables, const int32_t* lengths,
+                                       const Shape& shape) {
+    const auto table = [&](long seq) { return tables + seq * shape.table_stride; };
+    const auto num_blocks = [&](long seq) { return lengths[seq] / shape.block_size; };
+    std::sort(order.begin(), order.end(), [&](long a, long b) {
+        const long most = std::min(num_blocks(a), num_blocks(b));
+        const int difference = std::memcmp(table(a), table(b), most * sizeof(int32_t));
+        return difference ? difference < 0 : num_blocks(a) < num_blocks(b);
+    });
+    std::vector<long> common(order.size());
+    for (size_t i = 1; i < order.size(); i++) {
+        const int32_t* one = table(order[i - 1]);
+        const long most = std::min(num_blocks(order[i - 1]), num_blocks(order[i]));
+        const long same = std::mismatch(one, one + most, table(order[i])).first - one;
+        common[i] = same * shape.block_size / PANEL * PANEL;
+    }
+    return common;
+}
+
 struct SharedPrefixes {
     std::vector<long> lengths;                 // [num_seqs]: tokens that are computed here, 0 for most sequences
     std::vector<float> sums, largest, totals;  // [num_seqs, heads], sums with [head_dim]: state of the pass behind them
@@ -49,25 +70,13 @@ struct SharedPrefixes {
 
     SharedPrefixes(const int32_t* tables, const int32_t* all_lengths, const Shape& shape, int threads)
         : lengths(shape.num_seqs) {
-        const auto table = [&](long seq) { return tables + seq * shape.table_stride; };
-        const auto num_full = [&](long seq) { return all_lengths[seq] / shape.block_size; };  // others are not shared
         for (long seq = 0; seq < shape.num_seqs; seq++)
             if (all_lengths[seq] >= MIN_PREFIX) order.push_back(seq);
-        std::sort(order.begin(), order.end(), [&](long a, long b) {
-            const long blocks = std::min(num_full(a), num_full(b));
-            const int difference = std::memcmp(table(a), table(b), blocks * sizeof(int32_t));
-            return difference ? difference < 0 : num_full(a) < num_full(b);
-        });
-        std::vector<long> common(order.size());
-        for (size_t i = 1; i < order.size(); i++) {
-            const int32_t* one = table(order[i - 1]);
-            const long blocks = std::min(num_full(order[i - 1]), num_full(order[i]));
-            const long same = std::mismatch(one, one + blocks, table(order[i])).first - one;
-            common[i] = same * shape.block_size / PANEL * PANEL;  // whole panels
-        }
+        const std::vector<long> common = sort_by_table(order, tables, all_lengths, shape);
         const long group = shape.heads / shape.kv_heads, min_count = std::max(2L, (MIN_ROWS + group - 1) / group);
         std::vector<Group> groups;
         add_best_groups(common, 0, order.size(), min_count, groups);
+        if (groups.empty()) return;
         const long max_count = std::max(1L, MAX_ROWS / group), wanted = (threads + shape.kv_heads - 1) / shape.kv_heads;
         for (const auto& [begin, end, length] : groups) {
             for (long i = begin; i < end; i++) lengths[order[i]] = length;
@@ -76,7 +85,6 @@ struct SharedPrefixes {
             for (long t = 0; t < num_tiles; t++)
                 tiles.push_back({begin + t * count / num_tiles, begin + (t + 1) * count / num_tiles, length});
         }
-        if (tiles.empty()) return;
         sums.resize(shape.num_seqs * shape.heads * shape.head_dim);
         largest.resize(shape.num_seqs * shape.heads), totals.resize(largest.size());
     }
