@@ -14,7 +14,7 @@ from typing import Any
 from m1_single_request.engine_core import StepRecord
 from m1_single_request.errors import PartError, shown
 from m1_single_request.trace_event import Phase
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec, MemoryProfile
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec, MemoryProfile
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.worker import GPUWorker
 

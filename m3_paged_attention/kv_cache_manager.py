@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.block_pool import BlockMoves, BlockPool, BlockUsage, blocks_for
-from m3_paged_attention.kv_cache_config import KVCacheConfig
+from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped
 
 

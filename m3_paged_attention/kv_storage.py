@@ -15,7 +15,7 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.trace_event import size
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.block_pool import Pairs
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_dtype import LARGEST, SCALE_BYTES
 
 

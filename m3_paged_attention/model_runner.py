@@ -18,7 +18,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.config import SchedulerConfig
 from m3_paged_attention.input_batch import BatchRow, InputBatch
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.model_input import ModelInput, make_model_input
 from m3_paged_attention.outputs import ModelRunnerOutput

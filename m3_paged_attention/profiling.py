@@ -15,7 +15,7 @@ from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.row_sampler import without_broken_rows

@@ -18,8 +18,9 @@ from m3_paged_attention.engine_core import EngineCore
 from m3_paged_attention.events import BackendChosen, EagerSteps, StepLimits
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.input_processor import InputProcessor
-from m3_paged_attention.kv_cache_config import KVCacheConfig, check_cache_config, size_kv_cache
+from m3_paged_attention.kv_cache_config import check_cache_config, size_kv_cache
 from m3_paged_attention.kv_cache_manager import KVCacheManager
+from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.kv_dtype import use_kv_dtype
 from m3_paged_attention.model_len import Runner, fit_model_len
 from m3_paged_attention.model_loader import load_model

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from m1_single_request.errors import ConfigError
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec, MemoryProfile
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec, MemoryProfile
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.step_threads import StepThreads
 

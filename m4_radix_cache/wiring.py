@@ -12,7 +12,8 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.device_limits import device_limits
 from m3_paged_attention.events import EagerSteps
 from m3_paged_attention.executor import GPUExecutor
-from m3_paged_attention.kv_cache_config import Budget, KVCacheConfig, check_memory_share, size_kv_cache
+from m3_paged_attention.kv_cache_config import Budget, check_memory_share, size_kv_cache
+from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.kv_dtype import use_kv_dtype
 from m3_paged_attention.model_len import fit_model_len
 from m3_paged_attention.step_threads import step_threads

@@ -19,7 +19,7 @@ from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import best_tokens
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention.attention.host_to_device import to_device
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
 from m3_paged_attention.row_sampler import RatedPrompt, rate_prompts

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.kv_cache_config import KVCacheConfig
+from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.profiling import kv_cache_spec_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError
-from m3_paged_attention.kv_cache_config import KVCacheConfig
+from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.step_threads import StepThreads
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.config import SchedulerConfig

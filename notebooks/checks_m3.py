@@ -21,8 +21,8 @@ from m1_single_request.tracer import Tracer, TraceRecord
 from m3_paged_attention import CacheConfig, LLMEngine, SamplingParams, SchedulerConfig
 from m3_paged_attention.block_pool import BlockPool
 from m3_paged_attention.input_batch import BatchRow, CachedRequestState
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.model_input import make_model_input
 from m3_paged_attention.scheduler_events import Preempted
 from m3_paged_attention.scheduler_output import NewRequestData

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, RequestOutput, SamplingParams
 from m6_multimodal_pd.disaggregation.page_store import PageStore

@@ -92,7 +92,7 @@ def decode_attention(
     """Return a function that measures one layer's attention of a decode step, in seconds."""
     from m3_paged_attention.attention.metadata import AttentionMetadata
     from m3_paged_attention.attention.registry import resolve
-    from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+    from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
     from m3_paged_attention.kv_dtype import KV_DTYPES
     from m3_paged_attention.kv_storage import KVStorage
 

@@ -82,7 +82,7 @@ def bytes_moved(lengths: Sequence[int]) -> Row:
 
 def transfer(sizes: Sequence[int], rounds: int) -> Row:
     """Measure pages through shared memory, out and in, against copying as many bytes once."""
-    from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+    from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
     from m3_paged_attention.kv_storage import KVStorage
     from m6_multimodal_pd.disaggregation.page_store import PageStore
     from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments

@@ -28,7 +28,7 @@ from m1_single_request.sampler import best_tokens, draw
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.config import ModelConfig
-from m3_paged_attention.kv_cache_config import KVCacheConfig
+from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.profiling import kv_cache_spec_of

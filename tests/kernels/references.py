@@ -13,7 +13,7 @@ from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.registry import Backend
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_dtype import dequantize, quantize
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
 

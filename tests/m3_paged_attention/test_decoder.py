@@ -22,7 +22,7 @@ from m2_continuous_batching.packed_linear import can_pack
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.config import ModelConfig
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.linear import PlainLinear
 from m3_paged_attention.model_loader import load_model

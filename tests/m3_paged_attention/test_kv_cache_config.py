@@ -15,15 +15,13 @@ from m3_paged_attention import LLMEngine, ModelConfig, SchedulerConfig, kv_cache
 from m3_paged_attention.config import CacheConfig
 from m3_paged_attention.events import KVSized
 from m3_paged_attention.kv_cache_config import (
-    KVCacheConfig,
-    KVCacheSpec,
-    MemoryProfile,
     check_cache_config,
     kv_budget,
     longest_request,
     needs_profile,
     size_kv_cache,
 )
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec, MemoryProfile
 from tests.support.engines import Recorder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_events import BlocksFreed
 from tests.support.engines import Recorder
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import OutOfBlocksError
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from tests.support.amounts import examples
 

@@ -8,7 +8,7 @@ import torch
 
 from m3_paged_attention import CacheConfig, ConfigError, LLMEngine, ModelConfig, SamplingParams
 from m3_paged_attention.attention.native_backend import NativeBackend
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_dtype import KV_DTYPES, dequantize, quantize, use_kv_dtype
 from m3_paged_attention.kv_storage import KVStorage
 from tests.m3_paged_attention.engines import MakeEngine, runner_of

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 
 SPEC = KVCacheSpec(block_size=4, num_layers=3, num_kv_heads=2, head_dim=5, dtype=torch.float32)

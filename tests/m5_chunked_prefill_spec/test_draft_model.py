@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.model_loader import LoadedModel
-from m3_paged_attention.kv_cache_config import KVCacheConfig
+from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.profiling import kv_cache_spec_of
 from m5_chunked_prefill_spec import CacheConfig, LLMEngine, SamplingParams, SpeculativeConfig

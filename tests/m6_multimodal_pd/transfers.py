@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments

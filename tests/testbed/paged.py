@@ -17,8 +17,8 @@ from m1_single_request import SamplingParams, Tracer
 from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m3_paged_attention.config import SchedulerConfig
-from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
+from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.preemption import FewestOutputsFirst
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler import Scheduler
