@@ -25,7 +25,8 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SCALE_BYTES = 4
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs whose kernels can convert e4m3."""
-SMALLEST, MOST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
+SMALLEST = torch.finfo(torch.float32).smallest_normal
+"""The smallest usual scale: the inverse of a smaller number may not be finite, so its vector is stored as zeros."""
 
 
 def vector_bytes(head_dim: int, dtype: torch.dtype) -> int:
@@ -62,7 +63,7 @@ def quantize(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     vectors = vectors.float()
     scales = vectors.abs().amax(-1) / LARGEST[dtype]
-    inverse = torch.where((scales >= SMALLEST) & (scales <= MOST), 1 / scales, 0.0)
+    inverse = torch.where(scales >= SMALLEST, 1 / scales, 0.0)
     scaled = (vectors * inverse[..., None]).nan_to_num(0.0)
     return (scaled if dtype.is_floating_point else scaled.round()).to(dtype), scales
 

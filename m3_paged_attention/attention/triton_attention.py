@@ -16,40 +16,13 @@ of a tile. Three rules hold in all kernels:
   product and the stored results are 16 bits wide.
 
 `online_softmax_step` is the same in both attention kernels; they differ in the part of the work of one program.
-New in this milestone: m2's attention was the one inside transformers. vLLM: `triton_unified_attention.py` (both kernels
-in one) and `triton_reshape_and_cache_flash.py` in `attention/ops`; SGLang: `decode_attention.py` (split KV) and
+`triton_store.py` writes the pages. New in this milestone: m2's attention was the one inside transformers. vLLM:
+`triton_unified_attention.py` in `attention/ops` (both kernels in one); SGLang: `decode_attention.py` (split KV) and
 `extend_attention.py` in `layers/attention/triton_ops`. The splits of decode are FlashDecoding's.
 """
 
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
-
-
-@triton.jit
-def store_kv_kernel(
-    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], a token every `key_stride` elements
-    value_ptr,
-    key_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
-    value_cache_ptr,
-    slot_mapping_ptr,  # [num_tokens]
-    key_stride,
-    value_stride,
-    WIDTH: tl.constexpr,  # elements of one slot: NUM_KV_HEADS * HEAD_DIM
-    WIDTH_PAD: tl.constexpr,
-):
-    """Scatter the new keys and values into their slots. One program copies one token, with all its heads.
-
-    Padding tokens have a slot of block 0, which is never read, so they need no special case.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + token)
-    elements = tl.arange(0, WIDTH_PAD)
-    mask = elements < WIDTH
-    key = tl.load(key_ptr + token * key_stride + elements, mask=mask, other=0.0)
-    value = tl.load(value_ptr + token * value_stride + elements, mask=mask, other=0.0)
-    kind = key_cache_ptr.dtype.element_ty  # the model's, or bfloat16
-    tl.store(key_cache_ptr + slot * WIDTH + elements, key.to(kind), mask=mask)
-    tl.store(value_cache_ptr + slot * WIDTH + elements, value.to(kind), mask=mask)
 
 
 @triton.jit

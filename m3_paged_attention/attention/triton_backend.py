@@ -20,14 +20,9 @@ import torch
 from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.attention.triton_attention import (
-    join_splits_kernel,
-    paged_decode_kernel,
-    paged_prefill_kernel,
-    store_kv_kernel,
-)
+from m3_paged_attention.attention.triton_attention import join_splits_kernel, paged_decode_kernel, paged_prefill_kernel
 from m3_paged_attention.attention.triton_pointwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
-from m3_paged_attention.attention.triton_scaled import store_scaled_kv_kernel
+from m3_paged_attention.attention.triton_store import store_kv_kernel, store_scaled_kv_kernel
 from m3_paged_attention.attention.triton_tiles import (
     MOST_SPLIT,
     multiprocessors,
@@ -60,20 +55,24 @@ class TritonBackend:
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write the new keys and values `[num_tokens, num_kv_heads, head_dim]` into the slots of `slot_mapping`."""
-        if layer.key_scales is not None:
-            return _store_scaled(key, value, layer, slot_mapping)
-        assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
-        num_tokens = key.shape[0]
-        width = key.shape[1] * key.shape[2]
-        store_kv_kernel[(num_tokens,)](
-            _packed(key),
-            _packed(value),
-            *layer[:2],
-            slot_mapping,
-            key.stride(0),
-            value.stride(0),
-            WIDTH=width,
-            WIDTH_PAD=power_of_two(width),
+        (num_tokens, num_kv_heads, head_dim), cache = key.shape, layer.key_cache
+        width = num_kv_heads * head_dim
+        arguments = _packed(key), _packed(value), *layer[:2], slot_mapping, key.stride(0), value.stride(0)
+        if layer.key_scales is None:
+            assert cache.is_contiguous() and layer.value_cache.is_contiguous()
+            store_kv_kernel[(num_tokens,)](
+                *arguments, WIDTH=width, WIDTH_PAD=power_of_two(width), num_warps=_num_warps(width)
+            )
+            return
+        store_scaled_kv_kernel[(num_tokens,)](
+            *arguments,
+            NUM_KV_HEADS=num_kv_heads,
+            HEADS_PAD=power_of_two(num_kv_heads),
+            HEAD_DIM=head_dim,
+            HEAD_PAD=power_of_two(head_dim),
+            PAGE=cache.shape[1],
+            LARGEST=LARGEST[cache.dtype],
+            IS_INTEGER=not cache.dtype.is_floating_point,
             num_warps=_num_warps(width),
         )
 
@@ -242,27 +241,6 @@ class TritonBackend:
 
     def step(self, model: Any, kv: KVStorage) -> None:
         """Return None: the layers run one operation at a time."""
-
-
-def _store_scaled(key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
-    num_tokens, num_kv_heads, head_dim = key.shape
-    cache = layer.key_cache
-    store_scaled_kv_kernel[(num_tokens,)](
-        _packed(key),
-        _packed(value),
-        *layer[:2],
-        slot_mapping,
-        key.stride(0),
-        value.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        HEADS_PAD=power_of_two(num_kv_heads),
-        HEAD_DIM=head_dim,
-        HEAD_PAD=power_of_two(head_dim),
-        PAGE=cache.shape[1],
-        LARGEST=LARGEST[cache.dtype],
-        IS_INTEGER=not cache.dtype.is_floating_point,
-        num_warps=_num_warps(num_kv_heads * head_dim),
-    )
 
 
 def _num_warps(elements: int) -> int:

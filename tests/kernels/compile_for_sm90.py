@@ -32,8 +32,8 @@ from triton.runtime.jit import JITFunction
 from m3_paged_attention.attention import triton_backend
 from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.attention.triton_attention import store_kv_kernel
 from m3_paged_attention.attention.triton_backend import TritonBackend
+from m3_paged_attention.attention.triton_store import store_kv_kernel
 from m3_paged_attention.kv_dtype import LARGEST
 from m3_paged_attention.kv_storage import KVLayer
 from m6_multimodal_pd.models.triton_mrope import gather_with_triton

@@ -1,17 +1,45 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # ruff: noqa: N803 - capitals mark values that are fixed when the kernel is compiled
-"""Store KV in formats with one byte per number and a scale per token and head (`kv_dtype.py`), as a Triton kernel.
+"""Triton kernels that store new KV in its pages: as it is, or in the formats with scales of `kv_dtype.py`.
 
-`triton_attention.py` reads it. vLLM: `triton_reshape_and_cache_flash.py`.
+`triton_attention.py` reads it, and explains the terms. vLLM: `triton_reshape_and_cache_flash.py` in `attention/ops`.
 """
 
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-SMALLEST = tl.constexpr(1.1754943508222875e-38)
-"""The smallest normal number: the inverse of a smaller scale is not finite."""
+from m3_paged_attention.kv_dtype import SMALLEST
+
+SMALLEST_SCALE = tl.constexpr(SMALLEST)
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2**23: float32 numbers of this size are whole, so adding it rounds, to even at ties."""
+
+
+@triton.jit
+def store_kv_kernel(
+    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], a token every `key_stride` elements
+    value_ptr,
+    key_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
+    value_cache_ptr,
+    slot_mapping_ptr,  # [num_tokens]
+    key_stride,
+    value_stride,
+    WIDTH: tl.constexpr,  # elements of one slot: NUM_KV_HEADS * HEAD_DIM
+    WIDTH_PAD: tl.constexpr,
+):
+    """Scatter the new keys and values into their slots. One program copies one token, with all its heads.
+
+    Padding tokens have a slot of block 0, which is never read, so they need no special case.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    elements = tl.arange(0, WIDTH_PAD)
+    mask = elements < WIDTH
+    key = tl.load(key_ptr + token * key_stride + elements, mask=mask, other=0.0)
+    value = tl.load(value_ptr + token * value_stride + elements, mask=mask, other=0.0)
+    kind = key_cache_ptr.dtype.element_ty  # the model's, or bfloat16
+    tl.store(key_cache_ptr + slot * WIDTH + elements, key.to(kind), mask=mask)
+    tl.store(value_cache_ptr + slot * WIDTH + elements, value.to(kind), mask=mask)
 
 
 @triton.jit
@@ -23,7 +51,7 @@ def quantized(numbers, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
     is_finite = tl.abs(numbers) < float("inf")
     numbers = tl.where(is_finite, numbers, 0.0)
     scale = tl.max(tl.abs(numbers), axis=1) / LARGEST
-    is_usual = scale >= SMALLEST
+    is_usual = scale >= SMALLEST_SCALE
     inverse = tl.where(is_usual, 1.0 / tl.where(is_usual, scale, 1.0), 0.0)
     scaled = numbers * inverse[:, None]
     if IS_INTEGER:
