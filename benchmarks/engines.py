@@ -169,10 +169,10 @@ class Engines:
     def _sharing(self, milestone: str) -> Any:
         load = importlib.import_module(PACKAGES[milestone]).LLMEngine.parts["model_loader"]
 
-        def shared(config: Any) -> Any:
-            key = load, repr(config)
+        def shared(config: Any, kv_cache_dtype: Any) -> Any:
+            key = load, repr(config), kv_cache_dtype
             if key not in self.loaded:
-                self.loaded[key] = load(config)
+                self.loaded[key] = load(config, kv_cache_dtype)
             return self.loaded[key]
 
         return shared

@@ -44,8 +44,9 @@ class ModelConfig(SingleRequestModelConfig):
     first of these that can run."""
     quantization: Literal["int8"] | None = None
     """`int8`: the weights of the linear layers are quantized to eight bits while they are read (`int8_weight.py`): a
-    quarter or half of the memory, and one stream up to twice as fast. For the backends `native` and `torch`, of which
-    the second is slow; it applies to a draft model as well."""
+    quarter or half of the memory, and one stream up to twice as fast; batches of eight requests or more are slower than
+    with bfloat16. For the backend `native`, in float32 and bfloat16, and for `torch`, which is slow. It applies to a
+    draft model as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +111,9 @@ class CacheConfig:
     """Host memory for swapped-out requests, in bytes; only with `preemption_mode="swap"`. None: as many blocks as on
     the device."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Format of the numbers in the KV memory. `auto`: the model's precision. `int8` and `fp8` (e4m3): one byte per
-    number, and a float32 scale per token and head. More tokens fit, and outputs change a little."""
+    """Format of the numbers in the KV memory. `auto`: the model's precision. `bfloat16`: half the bytes of float32.
+    `int8` and `fp8` (e4m3): one byte per number, and a float32 scale per token and head. More tokens fit, and outputs
+    change a little."""
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

@@ -83,6 +83,10 @@ class Int8Weight:
         return values.mul_(self.scales[rows, :, None]).flatten(1)[:, : self.shape[1]]
 
 
+Weight = Tensor | Int8Weight
+"""Weight of a linear layer. Another format would be another class with the methods of `Int8Weight`."""
+
+
 def _grouped(weight: Tensor) -> Tensor:
     """Return `[out_features, groups, GROUP_SIZE]`, with zeros where the last group has fewer inputs."""
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % GROUP_SIZE))

@@ -12,19 +12,17 @@ stored KV in the model's precision. vLLM: `kv_cache_dtype` (`int8_per_token_head
 `--kv-cache-dtype`, with scales per layer.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError
+from m1_single_request.model_loader import ModelDescription
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""The formats of `KVCacheDtype` (config.py), except for `auto`."""
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest number of each format with scales."""
 SCALE_BYTES = 4
-FP8_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs whose kernels can convert e4m3."""
 SMALLEST = torch.finfo(torch.float32).smallest_normal
 """The smallest usual scale: the inverse of a smaller number may not be finite, so its vector is stored as zeros."""
 
@@ -34,26 +32,15 @@ def vector_bytes(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim * dtype.itemsize + SCALE_BYTES * (dtype in LARGEST)
 
 
-def use_kv_dtype(loaded: Any, name: str) -> None:
-    """Set the format of a loaded model's KV: `CacheConfig.kv_cache_dtype`.
-
-    Raises `ConfigError` if the model's heads, its backend or its device does not support the format.
-    """
-    model = loaded.model
-    dtype = KV_DTYPES.get(name, model.dtype)
-    if dtype in LARGEST and model.config.head_dim % SCALE_BYTES:
+def kv_dtype_of(name: str, model: ModelDescription, head_dim: int) -> torch.dtype:
+    """Return the format of `CacheConfig.kv_cache_dtype` for a model. Raises `ConfigError` if its heads do not fit."""
+    dtype = model.dtype if name == "auto" else KV_DTYPES[name]
+    if dtype in LARGEST and head_dim % SCALE_BYTES:
         raise ConfigError(
-            f"kv_cache_dtype={name!r} needs a head_dim that is a multiple of {SCALE_BYTES}, and this model's is "
-            f"{model.config.head_dim}: use kv_cache_dtype='auto'"
+            f"kv_cache_dtype={name!r} needs a head_dim that is a multiple of {SCALE_BYTES}, and that of {model.name} "
+            f"is {head_dim}: use kv_cache_dtype='auto'"
         )
-    if name == "fp8" and model.backend.name == "triton" and model.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(model.device)
-        if capability < FP8_CAPABILITY:
-            raise ConfigError(
-                f"kv_cache_dtype='fp8' needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more, "
-                f"and {model.device} has {'.'.join(map(str, capability))}: use kv_cache_dtype='int8'"
-            )
-    model.kv_dtype = dtype
+    return dtype
 
 
 def quantize(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

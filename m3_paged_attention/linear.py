@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from m1_single_request.precision import can_pack
 from m2_continuous_batching.packed_linear import linear_of_packed, pack_weight
-from m3_paged_attention.int8_weight import Int8Weight
+from m3_paged_attention.int8_weight import Int8Weight, Weight
 
 MIN_WEIGHTS = 2**16  # for fewer weights, the call costs more than the layout saves
 NUM_ROWS = 16  # the batch size for which oneDNN chooses the layout
@@ -43,20 +43,24 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """Linear layer with the weight in oneDNN's layout."""
+    """Linear layer with the weight in oneDNN's layout, which only the matrix product can read."""
 
     __slots__ = ("bias", "packed")
 
-    def __init__(self, packed: Tensor, bias: Tensor | None = None) -> None:
-        self.packed = packed  # [out_features, in_features], opaque: only the matrix product can read it
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.pack(weight)
         self.bias = bias  # [out_features]
+
+    def pack(self, weight: Tensor) -> None:
+        """Store a copy of a weight `[out_features, in_features]` in this layout."""
+        self.packed = pack_weight(weight, NUM_ROWS)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return `y` `[tokens, out_features]` for `hidden` `[tokens, in_features]`."""
         return linear_of_packed(hidden, self.packed, self.bias)
 
 
-class Int8Linear:
+class QuantizedLinear:
     """Linear layer with a quantized weight, which is converted to float32 in every call: slow, and runs everywhere."""
 
     __slots__ = ("bias", "weight")
@@ -73,9 +77,9 @@ class Int8Linear:
         return (y if self.bias is None else y + self.bias).to(hidden.dtype)
 
 
-def plain(weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Linear:
+def plain(weight: Weight, bias: Tensor | None = None) -> Linear:
     """Return the layer with its weight as it is."""
-    return Int8Linear(weight, bias) if isinstance(weight, Int8Weight) else PlainLinear(weight, bias)
+    return PlainLinear(weight, bias) if isinstance(weight, Tensor) else QuantizedLinear(weight, bias)
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | None:
@@ -85,4 +89,4 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | None:
     """
     if weight.numel() < MIN_WEIGHTS or not can_pack(weight.dtype, weight.device):
         return None
-    return PackedLinear(pack_weight(weight, NUM_ROWS), bias)
+    return PackedLinear(weight, bias)

@@ -20,12 +20,11 @@ from m1_single_request.model_loader import (
     describe,
     load_part,
 )
-from m1_single_request.precision import count_weights
 from m1_single_request.trace_event import size
 from m2_continuous_batching.memory import available_memory
 from m3_paged_attention.attention.registry import Backend, resolve
-from m3_paged_attention.config import ModelConfig
-from m3_paged_attention.int8_weight import GROUP_SIZE
+from m3_paged_attention.config import KVCacheDtype, ModelConfig
+from m3_paged_attention.kv_dtype import kv_dtype_of
 from m3_paged_attention.models.architecture import MODEL_TYPES, DecoderConfig, decoder_config
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.weights import (
@@ -40,38 +39,34 @@ from m3_paged_attention.models.weights import (
 MAX_POSITIONS = 2**24
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Load the model and the tokenizer of `config`. Raises `ModelLoadError` or `ConfigError`, with a remedy."""
-    backend = backend_of(config)
-    return load_described(config, describe(config, SUPPORTED_ARCHITECTURES), backend)
+def load_model(config: ModelConfig, kv_cache_dtype: KVCacheDtype = "auto") -> LoadedModel:
+    """Load the model and the tokenizer of `config`. `kv_cache_dtype`: format of its KV (`CacheConfig`).
 
-
-def backend_of(config: ModelConfig) -> Backend:
-    """Build the backend of `config`. Raises `ConfigError` if it cannot run here, or not with the quantization."""
+    Raises `ModelLoadError` or `ConfigError`, with a remedy.
+    """
     backend = resolve(config.attention_backend, config.torch_device())
-    if config.quantization is not None and backend.name == "triton":
-        raise ConfigError(
-            f"quantization={config.quantization!r} has no kernels in the backend triton, which "
-            f"attention_backend={config.attention_backend!r} selects on {config.torch_device()}: leave it out, or use "
-            f"attention_backend='torch', which saves memory and is slower"
-        )
-    return backend
+    return load_described(config, kv_cache_dtype, describe(config, SUPPORTED_ARCHITECTURES), backend)
 
 
-def load_described(config: ModelConfig, described: ModelDescription, backend: Backend) -> LoadedModel:
+def load_described(
+    config: ModelConfig, kv_cache_dtype: KVCacheDtype, described: ModelDescription, backend: Backend
+) -> LoadedModel:
     """Load the weights of a model whose other files were read by `describe`."""
-    check_positions(described)
-    architecture = described.architecture
-    shape = decoder_config(described.name, architecture, described.config, model_type=MODEL_TYPES[architecture])
-    backend.check_head_dim(shape.head_dim)
-    check_room(described, needed_bytes(config, described, shape))
-    weights = load_part(described.name, "its weights", lambda: _weights(config, described, shape))
-    weight_bytes = sum(weight.nbytes for weight in weights.tensors())
+    name, architecture = described.name, described.architecture
+    shape = decoder_config(name, architecture, described.config, model_type=MODEL_TYPES[architecture])
+    kv_dtype = check_model(config, kv_cache_dtype, described, shape.head_dim, backend)
+    needed = load_part(name, "its weights", lambda: needed_bytes(config, described, shape))
+    check_room(config, described, needed)
+
+    def load() -> Decoder:
+        weights = _weights(config, described, shape)
+        return Decoder(shape, weights, backend, max_model_len=described.max_model_len, kv_dtype=kv_dtype)
+
     return LoadedModel(
         **vars(described),
-        model=Decoder(shape, weights, backend, max_model_len=described.max_model_len),
+        model=load_part(name, "its weights", load),
         num_parameters=count_parameters(shape, described.dtype),
-        weight_bytes=weight_bytes,
+        weight_bytes=needed,
     )
 
 
@@ -81,32 +76,42 @@ def count_parameters(shape: DecoderConfig, dtype: torch.dtype) -> int:
 
 
 def needed_bytes(config: ModelConfig, described: ModelDescription, shape: DecoderConfig) -> int:
-    """Estimate the bytes of a decoder's weights: of its matrices."""
-    num_weights, itemsize = count_weights(described.config), described.dtype.itemsize
-    if config.quantization is None:
-        return num_weights * itemsize
-    embedding = shape.vocab_size * shape.hidden_size  # beside it, an output layer of its own
-    in_linears = num_weights - (0 if shape.tie_word_embeddings else embedding)
-    return embedding * itemsize + in_linears + 4 * in_linears // GROUP_SIZE
+    """Return the bytes of a decoder's weights."""
+    weights = allocate(shape, described.dtype, torch.device("meta"), config.quantization)
+    return sum(weight.nbytes for weight in weights.tensors())
 
 
-def check_positions(described: ModelDescription) -> None:
-    """Raise `ConfigError` if a table of rotary angles for all positions would not fit in memory."""
+def check_model(
+    config: ModelConfig,
+    kv_cache_dtype: KVCacheDtype,
+    described: ModelDescription,
+    head_dim: int,
+    backend: Backend,
+) -> torch.dtype:
+    """Return the format of the model's KV, before the weights are read.
+
+    Raises `ConfigError` if model or backend do not support this format or the quantization, or if a table of rotary
+    angles for all positions would not fit in memory.
+    """
+    kv_dtype = kv_dtype_of(kv_cache_dtype, described, head_dim)
+    backend.check(described, head_dim, kv_dtype, config.quantization)
     if described.max_model_len > MAX_POSITIONS:
         raise ConfigError(
             f"{described.name} names {described.max_model_len:,} positions, and a table of their angles would not fit: "
             f"give a max_model_len of at most {MAX_POSITIONS:,}"
         )
+    return kv_dtype
 
 
-def check_room(described: ModelDescription, needed: int) -> None:
+def check_room(config: ModelConfig, described: ModelDescription, needed: int) -> None:
     """Raise `ModelLoadError` if weights of `needed` bytes do not fit into the device's free memory, before they are
     read."""
     available = available_memory(described.device)
     if available is not None and needed > available:
         precision = str(described.dtype).removeprefix("torch.")
+        formats = precision if config.quantization is None else f"{config.quantization} and {precision}"
         raise ModelLoadError(
-            f"{described.name}: its weights cannot be loaded: they need {size(needed)} as {precision}, and "
+            f"{described.name}: its weights cannot be loaded: they need {size(needed)} as {formats}, and "
             f"{size(available)} of {described.device} memory is available; use a smaller model, or a machine with more "
             f"memory"
         )
@@ -114,11 +119,10 @@ def check_room(described: ModelDescription, needed: int) -> None:
 
 def _weights(config: ModelConfig, described: ModelDescription, shape: DecoderConfig) -> DecoderWeights:
     name, device, dtype = described.name, described.device, described.dtype
-    is_int8 = config.quantization == "int8"
     if config.load_format == "dummy":
-        return dummy_weights(shape, dtype, device, config.seed, is_int8=is_int8)
+        return dummy_weights(shape, dtype, device, config.seed, config.quantization)
     headers = read_headers(name, weights_directory(name))
-    return load_weights(name, headers, shape, dtype, device, is_int8=is_int8)
+    return load_weights(name, headers, shape, dtype, device, quantization=config.quantization)
 
 
 def weights_directory(name: str) -> Path:

@@ -22,7 +22,7 @@ from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.model_input import ModelInput, make_model_input
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
+from m3_paged_attention.profiling import run_largest_step
 from m3_paged_attention.row_sampler import RatedPrompt, RowSampler, SamplingRows, rate_prompts
 from m3_paged_attention.scheduler_output import SchedulerOutput
 
@@ -73,7 +73,7 @@ class ModelRunner:
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """Return the shape of this model's KV blocks."""
-        return kv_cache_spec_of(self.model, block_size)
+        return self.model.kv_cache_spec(block_size)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Copy blocks, run the new tokens of all requests through the model, and sample the next ones.

@@ -1,6 +1,6 @@
-"""Inputs for the size of the KV memory: the shape of a model's blocks, and a run of the largest step.
+"""Run of the largest step, which measures the memory that is needed beside the KV memory.
 
-Part of the model runner, but a separate file, because both are independent of the format of a batch. New in m3. vLLM:
+Part of the model runner, but a separate file, because it is independent of the format of a batch. New in m3. vLLM:
 `profile_run` and `_dummy_sampler_run` in `v1/worker/gpu_model_runner.py`; SGLang: `profile_max_num_token`.
 """
 
@@ -15,7 +15,7 @@ from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.row_sampler import without_broken_rows
@@ -36,18 +36,6 @@ EVERY_SETTING = SamplingParams(
 20 is the most that vLLM accepts by default."""
 
 
-def kv_cache_spec_of(model: Decoder, block_size: int) -> KVCacheSpec:
-    """Return the shape of this model's KV blocks."""
-    config = model.config
-    return KVCacheSpec(
-        block_size=block_size,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=model.kv_dtype,
-    )
-
-
 def run_largest_step(
     model: Decoder, num_tokens: int, *, longest: int, num_rows: int, sampler: Sampler, device: torch.device
 ) -> int:
@@ -55,7 +43,7 @@ def run_largest_step(
 
     No request has more than `longest` tokens. Returns the bytes of the temporary KV memory of this run.
     """
-    spec = kv_cache_spec_of(model, PROFILED_BLOCK_SIZE)
+    spec = model.kv_cache_spec(PROFILED_BLOCK_SIZE)
     num_blocks = spec.blocks_for(min(longest, num_tokens))
     kv = KVStorage(KVCacheConfig(spec=spec, num_blocks=num_blocks), device=device)
     lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)

@@ -21,7 +21,6 @@ from m3_paged_attention.input_processor import InputProcessor
 from m3_paged_attention.kv_cache_config import check_cache_config, size_kv_cache
 from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.kv_cache_spec import KVCacheConfig
-from m3_paged_attention.kv_dtype import use_kv_dtype
 from m3_paged_attention.model_len import Runner, fit_model_len
 from m3_paged_attention.model_loader import load_model
 from m3_paged_attention.model_runner import ModelRunner
@@ -39,8 +38,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     # on a CPU the blocks for swapping are in the same memory, and as many
     has_copy = device.type == "cpu" and mode == "swap" and config.cache.swap_space_bytes is None
     check_cache_config(config.cache, preemption_mode=mode, device=device)
-    loaded = parts["model_loader"](config.model)
-    use_kv_dtype(loaded, config.cache.kv_cache_dtype)
+    loaded = parts["model_loader"](config.model, kv_cache_dtype=config.cache.kv_cache_dtype)
     loaded, (limits, executor), budget = fit_model_len(
         loaded,
         lambda loaded: build_executor(config, parts, loaded, tracer),
@@ -107,7 +105,7 @@ PARTS: dict[str, Any] = M2_PARTS | {
 
 def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
     """Build the parts that run requests of at most `loaded.max_model_len` tokens."""
-    device = device_limits(loaded, bytes_per_token=loaded.model.kv_bytes_per_token)
+    device = device_limits(loaded, bytes_per_token=loaded.model.kv_cache_spec(1).block_bytes)
     limits = config.scheduler.resolved(loaded.max_model_len, device)
     runner = parts["model_runner"](
         loaded_model=loaded,

@@ -57,8 +57,9 @@ class CacheConfig:
     the memory of weights and of a profiling run. The default there: 0.9; the engines of a group that are on one device
     divide it. SGLang's `mem_fraction_static`."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Format of the numbers in the KV memory. `auto`: the model's precision. `int8` and `fp8` (e4m3): one byte per
-    number, and a float32 scale per token and head. More tokens fit, and outputs change a little."""
+    """Format of the numbers in the KV memory. `auto`: the model's precision. `bfloat16`: half the bytes of float32.
+    `int8` and `fp8` (e4m3): one byte per number, and a float32 scale per token and head. More tokens fit, and outputs
+    change a little."""
     debug: bool = False
     """Check every slot that is freed, and audit the whole memory after every step. Slow."""
 

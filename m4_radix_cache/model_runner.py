@@ -19,7 +19,7 @@ from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
+from m3_paged_attention.profiling import run_largest_step
 from m3_paged_attention.row_sampler import RatedPrompt, RowSampler, rate_prompts
 from m4_radix_cache.config import SchedulerConfig
 from m4_radix_cache.forward_batch import ForwardBatch
@@ -67,7 +67,7 @@ class ModelRunner:
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """Return the shape of a page of this model."""
-        return kv_cache_spec_of(self.model, block_size)
+        return self.model.kv_cache_spec(block_size)
 
     def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
         """Run the new tokens of all requests through the model, and sample the next ones.

@@ -14,7 +14,6 @@ from m3_paged_attention.events import EagerSteps
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import Budget, check_memory_share, size_kv_cache
 from m3_paged_attention.kv_cache_spec import KVCacheConfig
-from m3_paged_attention.kv_dtype import use_kv_dtype
 from m3_paged_attention.model_len import fit_model_len
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import PARTS as M3_PARTS, trace_start
@@ -38,8 +37,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     """Load the model, size the KV memory, and build the engine core from its parts."""
     check_memory_share(config.cache, config.model.torch_device())
     prefix_cache_class(config.cache, parts)  # raises before the model is loaded
-    loaded = parts["model_loader"](config.model)
-    use_kv_dtype(loaded, config.cache.kv_cache_dtype)
+    loaded = parts["model_loader"](config.model, kv_cache_dtype=config.cache.kv_cache_dtype)
     loaded, (limits, executor, rows), budget = fit_to_memory(
         loaded, lambda loaded: build_executor(config, parts, loaded, tracer), config
     )
@@ -101,7 +99,7 @@ class Runner(NamedTuple):
 
 def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
     """Build the executor for requests of at most `loaded.max_model_len` tokens."""
-    device = device_limits(loaded, bytes_per_token=loaded.model.kv_bytes_per_token)
+    device = device_limits(loaded, bytes_per_token=loaded.model.kv_cache_spec(1).block_bytes)
     limits = config.scheduler.resolved(loaded.max_model_len, device)
     assert limits.max_num_seqs is not None
     rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)

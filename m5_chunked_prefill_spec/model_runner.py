@@ -21,7 +21,7 @@ from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
-from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
+from m3_paged_attention.profiling import run_largest_step
 from m3_paged_attention.row_sampler import RatedPrompt, rate_prompts
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.config import SchedulerConfig
@@ -108,10 +108,10 @@ class ModelRunner:
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """Return the shape of a page of this model, with the bytes of the draft model's KV."""
-        spec = kv_cache_spec_of(self.model, block_size)
+        spec = self.model.kv_cache_spec(block_size)
         if self.draft_runner is None:
             return spec
-        return SpecWithDraft(**vars(spec), draft_bytes_per_token=self.draft_runner.model.kv_bytes_per_token)
+        return SpecWithDraft(**vars(spec), draft_bytes_per_token=self.draft_runner.model.kv_cache_spec(1).block_bytes)
 
     @torch.inference_mode()
     def measure_costs(self, most: int) -> CostTable:

@@ -13,11 +13,9 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.device_limits import device_limits
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import check_memory_share
-from m3_paged_attention.kv_dtype import use_kv_dtype
 from m3_paged_attention.step_threads import StepThreads, step_threads
 from m3_paged_attention.wiring import trace_start
 from m3_paged_attention.worker import GPUWorker
-from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.wiring import (
@@ -49,12 +47,12 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     """Load the models, size the KV memory, measure the costs of steps if needed, and connect the parts."""
     check_memory_share(config.cache, config.model.torch_device())
     prefix_cache_class(config.cache, parts)  # raises before the model is loaded
-    loaded = parts["model_loader"](config.model)
+    load, kv_cache_dtype = parts["model_loader"], config.cache.kv_cache_dtype
+    loaded = load(config.model, kv_cache_dtype=kv_cache_dtype)
     drafting = load_draft_model(
-        parts["model_loader"], config.model, config.speculative, loaded, default_models=(DEFAULT_MODEL,)
+        load, config.model, kv_cache_dtype, config.speculative, loaded, default_models=(DEFAULT_MODEL,)
     )
     loaded = limited(loaded, drafting)
-    use_kv_dtype_of(config.cache, loaded, drafting)
     threads = step_threads(tracer, loaded, drafting)
     loaded, (limits, executor, rows, worker), budget = fit_to_memory(
         loaded, lambda loaded: build_executor(config, parts, loaded, drafting, tracer, threads), config
@@ -73,13 +71,6 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         parts=parts,
         tracer=tracer,
     )
-
-
-def use_kv_dtype_of(config: CacheConfig, *loaded: Any) -> None:
-    """Set the KV format of the target and, at the same slots, of its draft model; None is no model."""
-    for each in loaded:
-        if each is not None:
-            use_kv_dtype(each, config.kv_cache_dtype)
 
 
 class Runner(NamedTuple):
@@ -102,7 +93,8 @@ def build_executor(
 ) -> Runner:
     """Build the executor for requests of at most `loaded.max_model_len` tokens. `more`: further keywords of the
     `model_runner`."""
-    bytes_per_token = sum(each.model.kv_bytes_per_token for each in (loaded, drafting) if each is not None)
+    models = [each.model for each in (loaded, drafting) if each is not None]
+    bytes_per_token = sum(model.kv_cache_spec(1).block_bytes for model in models)
     device = config.speculative.limits(device_limits(loaded, bytes_per_token=bytes_per_token))
     limits = config.scheduler.resolved(loaded.max_model_len, device)
     assert limits.max_num_seqs is not None

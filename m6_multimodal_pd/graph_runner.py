@@ -33,7 +33,6 @@ from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
-from m3_paged_attention.profiling import kv_cache_spec_of
 from m3_paged_attention.worker import current_device
 from m6_multimodal_pd.events import GraphsCaptured, GraphsUnavailable
 
@@ -239,7 +238,7 @@ class GraphCapture:
         """
         if model.backend.name != CAPTURABLE:
             return 0
-        kv = KVStorage(KVCacheConfig(spec=kv_cache_spec_of(model, self.page_size), num_blocks=1), device=model.device)
+        kv = KVStorage(KVCacheConfig(spec=model.kv_cache_spec(self.page_size), num_blocks=1), device=model.device)
         try:
             return self._captured(model, kv, limits).num_bytes
         except Exception:

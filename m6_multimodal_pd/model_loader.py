@@ -14,9 +14,10 @@ from m1_single_request.model_loader import (
     describe,
     load_part,
 )
+from m3_paged_attention.attention.registry import resolve
+from m3_paged_attention.config import KVCacheDtype
 from m3_paged_attention.model_loader import (
-    backend_of,
-    check_positions,
+    check_model,
     check_room,
     count_parameters,
     load_described,
@@ -59,24 +60,30 @@ def language_of(described: ModelDescription) -> VLDecoderConfig | None:
     return language
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Load model and tokenizer. Raises `ModelLoadError` or `ConfigError` with advice."""
-    backend = backend_of(config)
+def load_model(config: ModelConfig, kv_cache_dtype: KVCacheDtype = "auto") -> LoadedModel:
+    """Load model and tokenizer as m3 does. Raises `ModelLoadError` or `ConfigError` with advice."""
+    backend = resolve(config.attention_backend, config.torch_device())
     described = describe(config, ALL_ARCHITECTURES)
     language = language_of(described)
     if language is None:
-        return LoadedModel(**vars(load_described(config, described, backend)))
-    check_positions(described)
-    backend.check_head_dim(language.decoder.head_dim)
-    of_tower = load_part(described.name, "its weights", lambda: vision.count_weights(described.config.vision_config))
-    check_room(described, needed_bytes(config, described, language.decoder) + of_tower * described.dtype.itemsize)
-    tower, weights = load_part(described.name, "its weights", lambda: _weights(config, described, language))
-    weight_bytes = tower.num_parameters * described.dtype.itemsize + sum(each.nbytes for each in weights.tensors())
+        return LoadedModel(**vars(load_described(config, kv_cache_dtype, described, backend)))
+    name, shape, itemsize = described.name, language.decoder, described.dtype.itemsize
+    kv_dtype = check_model(config, kv_cache_dtype, described, shape.head_dim, backend)
+    needed = load_part(name, "its weights", lambda: needed_bytes(config, described, shape))
+    of_tower = load_part(name, "its weights", lambda: vision.count_weights(described.config.vision_config))
+    check_room(config, described, needed + of_tower * itemsize)
+
+    def load() -> tuple[VisionTower, Qwen3VLDecoder]:
+        tower, weights = _weights(config, described, language)
+        model = Qwen3VLDecoder(language, weights, backend, max_model_len=described.max_model_len, kv_dtype=kv_dtype)
+        return tower, model
+
+    tower, model = load_part(name, "its weights", load)
     return LoadedModel(
         **vars(described),
-        model=Qwen3VLDecoder(language, weights, backend, max_model_len=described.max_model_len),
-        num_parameters=tower.num_parameters + count_parameters(language.decoder, described.dtype),
-        weight_bytes=weight_bytes,
+        model=model,
+        num_parameters=tower.num_parameters + count_parameters(shape, described.dtype),
+        weight_bytes=tower.num_parameters * itemsize + needed,
         vision=tower,
     )
 
@@ -86,10 +93,11 @@ def _weights(
 ) -> tuple[VisionTower, DecoderWeights]:
     device, dtype = described.device, described.dtype
     name, vision_config = described.name, described.config.vision_config
-    is_int8 = config.quantization == "int8"
     if config.load_format == "dummy":
         tower = VisionTower.dummy(vision_config, dtype, device, config.seed)
-        return tower, dummy_weights(language.decoder, dtype, device, config.seed, is_int8=is_int8)
+        return tower, dummy_weights(language.decoder, dtype, device, config.seed, config.quantization)
     of_tower, of_decoder = vision.parted(read_headers(name, weights_directory(name)))
     tower = VisionTower.load(name, of_tower, vision_config, dtype, device)  # first: its errors are raised early
-    return tower, load_weights(name, of_decoder, language.decoder, dtype, device, qwen3_vl.PREFIX, is_int8=is_int8)
+    return tower, load_weights(
+        name, of_decoder, language.decoder, dtype, device, qwen3_vl.PREFIX, quantization=config.quantization
+    )

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from m3_paged_attention.models.weights import Header, Weight
+from m3_paged_attention.int8_weight import Weight
+from m3_paged_attention.models.weights import Header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -14,7 +14,7 @@ model of which a part is new. New in this milestone. SGLang: `update_weights_fro
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,20 +25,20 @@ from torch import Tensor
 
 from m1_single_request.errors import EngineDeadError, EngineUsageError, ModelLoadError
 from m1_single_request.model_loader import ModelDescription, load_part
-from m2_continuous_batching.packed_linear import pack_weight
 from m3_paged_attention.attention.native_backend import NativeLinear
-from m3_paged_attention.linear import NUM_ROWS, Int8Linear, PackedLinear, PlainLinear
+from m3_paged_attention.int8_weight import Weight
+from m3_paged_attention.linear import PackedLinear, PlainLinear, QuantizedLinear
 from m3_paged_attention.model_loader import weights_directory
 from m3_paged_attention.models.architecture import MODEL_TYPES, decoder_config
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
-from m3_paged_attention.models.weights import HEAD, PREFIX, Weight, allocate, check_decoder, parts_of, read_headers
+from m3_paged_attention.models.weights import EMPTY, HEAD, PREFIX, allocate, check_decoder, parts_of, read_headers
 from m6_multimodal_pd.config import ModelConfig
 from m6_multimodal_pd.model_loader import LoadedModel, describe_model, language_of, load_model
 from m6_multimodal_pd.models import qwen3_vl, vision
 from m6_multimodal_pd.tensor_files import TensorFiles
 
-KNOWN = (DecoderLayer, Attention, MLP, PlainLinear, PackedLinear, Int8Linear, NativeLinear)
+KNOWN = (DecoderLayer, Attention, MLP, PlainLinear, PackedLinear, QuantizedLinear, NativeLinear)
 """Classes, not their subclasses, of the parts that are overwritten."""
 
 
@@ -122,7 +122,7 @@ class WeightLoader:
     @torch.inference_mode()
     def _write(self, checkpoint: Checkpoint) -> None:
         files, decoder, tower = checkpoint.files, self.runner.model, self.encoder.tower
-        write_decoder(decoder, files, checkpoint.prefix)
+        write_decoder(decoder, files, checkpoint.prefix, self.config.quantization)
         for name, tensor in ({} if tower is None else tower.tensors).items():
             files.copy(vision.PREFIX + name, tensor)
         files.check_unchanged()
@@ -173,23 +173,24 @@ def parts_with_weights(model: Decoder) -> Iterator[Any]:
         yield from (layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
 
 
-def write_decoder(model: Decoder, files: TensorFiles, prefix: str) -> None:
+def write_decoder(model: Decoder, files: TensorFiles, prefix: str, quantization: str | None) -> None:
     """Overwrite all weights of a decoder whose tensors are named `prefix`.. in the files."""
-    config, shapes = model.config, allocate(model.config, model.dtype, torch.device("meta"))
+    config, empty = model.config, EMPTY[quantization]
+    shapes = allocate(config, model.dtype, torch.device("meta"), quantization)
     files.copy(f"{prefix}embed_tokens.weight", model.embedding)
     files.copy(f"{prefix}norm.weight", model.norm)
     for index, (layer, of_layer) in enumerate(zip(model.layers, shapes.layers, strict=True)):
         places = places_in(layer)
         for field, shape in vars(of_layer).items():
             if shape is not None:
-                with filled(places[field], shape) as tensor:
+                with filled(places[field], shape, empty) as tensor:
                     for name, part in parts_of(config, f"{prefix}layers.{index}", field, tensor).items():
                         files.copy(name, part)
-    if not config.tie_word_embeddings:
-        with filled(model.head, shapes.head) as tensor:
+    with filled(model.head, shapes.head, empty) as tensor:
+        if config.tie_word_embeddings:
+            tensor.copy_(model.embedding)
+        else:
             files.copy(HEAD, tensor)
-    elif not isinstance(model.head, PlainLinear):  # else it is the embedding
-        repack(model.head, model.embedding)
 
 
 def places_in(layer: DecoderLayer) -> dict[str, Any]:
@@ -213,24 +214,13 @@ def places_in(layer: DecoderLayer) -> dict[str, Any]:
 
 
 @contextmanager
-def filled(place: Any, shape: Weight) -> Iterator[Weight]:
+def filled(place: Any, shape: Weight, empty: Callable[..., Weight]) -> Iterator[Weight]:
     """Yield the tensor to overwrite: the one at its place; for a packed layer one like `shape`, which it packs."""
     if isinstance(place, Tensor):
         yield place
-    elif isinstance(place, PlainLinear | Int8Linear):
+    elif isinstance(place, PlainLinear | QuantizedLinear):
         yield place.weight
     else:
-        weight = torch.empty(shape.shape, dtype=shape.dtype)
+        weight = empty(*shape.shape, shape.dtype, torch.device("cpu"))
         yield weight
-        repack(place, weight)
-
-
-def repack(linear: Any, weight: Tensor) -> None:
-    """Overwrite a packed or quantized weight by `weight` `[out_features, in_features]`. oneDNN's gets another address,
-    which only the layer has."""
-    if isinstance(linear, NativeLinear):
-        linear.pack(weight)
-    elif isinstance(linear, Int8Linear):
-        linear.weight.copy_(weight)
-    else:
-        linear.packed = pack_weight(weight, NUM_ROWS)
+        place.pack(weight)

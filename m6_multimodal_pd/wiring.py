@@ -26,7 +26,6 @@ from m5_chunked_prefill_spec.wiring import (
     build_input_processor,
     build_scheduler,
     cost_table,
-    use_kv_dtype_of,
 )
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
 from m6_multimodal_pd.disaggregation.config import FIRST_ENGINE, on_own_device
@@ -68,13 +67,13 @@ class PreparedEngine:
         device = config.model.torch_device()
         check_memory_share(config.cache, device)
         prefix_cache_class(config.cache, parts)  # raises before the model is loaded
-        loaded = load(config.model)
+        kv_cache_dtype = config.cache.kv_cache_dtype
+        loaded = load(config.model, kv_cache_dtype=kv_cache_dtype)
         self.media = media_reader_of(config, parts, loaded)  # first: an error of its files comes before measurements
         self.drafting = load_draft_model(
-            load, config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
+            load, config.model, kv_cache_dtype, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
         )
         loaded = limited(loaded, self.drafting)
-        use_kv_dtype_of(config.cache, loaded, self.drafting)
         embeddings = parts["embedding_cache"](capacity_bytes=config.multimodal.embedding_cache_bytes, tracer=tracer)
         budget = config.multimodal.budget(device.type)
         self.encoder = parts["encoder"](tower=loaded.vision, cache=embeddings, budget=budget, tracer=tracer)

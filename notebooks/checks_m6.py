@@ -93,8 +93,8 @@ def intake_with(
 def another_layout(axes: Callable[[Sequence[int], int], Sequence[int]]) -> dict[str, Any]:
     """Return the parts of an engine whose model assigns the pairs of a head to axes with another function."""
 
-    def load(config: Any) -> Any:
-        loaded = ONE_MODEL["model_loader"](config)
+    def load(config: Any, kv_cache_dtype: Any) -> Any:
+        loaded = ONE_MODEL["model_loader"](config, kv_cache_dtype)
         model = copy.copy(loaded.model)  # the weights stay shared
         model.mrope = copy.copy(model.mrope)
         model.mrope.axes = torch.tensor(axes(SECTION, PAIRS))

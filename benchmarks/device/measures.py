@@ -145,12 +145,12 @@ class Bench:
         model |= {"load_format": "dummy", "cuda_graphs": graphs}
         return engines.build("m6", parts={"model_loader": self._load}, model=model, **settings)
 
-    def _load(self, config: Any) -> Any:
+    def _load(self, config: Any, kv_cache_dtype: Any) -> Any:
         """Load the model for the first engine, and give all others the same weights."""
         from m6_multimodal_pd import LLMEngine
 
         if self._loaded is None:
-            self._loaded = LLMEngine.parts["model_loader"](config)
+            self._loaded = LLMEngine.parts["model_loader"](config, kv_cache_dtype)
         return self._loaded
 
     def _way(self, runs: list[Decoded], batch: int, moved: float) -> Row:

@@ -50,9 +50,7 @@ def layers(size: Size) -> Row:
 
     torch.set_num_threads(1)
     backend, weight = native_backend.NativeBackend(), torch.randn(SHAPE).bfloat16()
-    with patch.object(
-        native_backend, "on_huge_pages", lambda rows, width, dtype: torch.empty(rows, width, dtype=dtype)
-    ):
+    with patch.object(native_backend, "on_huge_pages", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)):
         sides = {"small pages": [backend.linear(weight) for _ in range(NUM_LAYERS)]}
     sides["huge pages"] = [backend.linear(weight) for _ in range(NUM_LAYERS)]
     sides["int8"] = [backend.linear(Int8Weight.of(weight)) for _ in range(2 * NUM_LAYERS)]

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m1_single_request.errors import ConfigError
+from m1_single_request.model_loader import ModelDescription
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.native_library import PRECISIONS, SIGNATURES, load
 from m3_paged_attention.attention.native_step import NativeStep, kv_type
 from m3_paged_attention.attention.torch_backend import TorchBackend
-from m3_paged_attention.int8_weight import GROUP_SIZE, Int8Weight
+from m3_paged_attention.int8_weight import Weight
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
 from m3_paged_attention.linear import Linear, plain
 from m3_paged_attention.models.architecture import DecoderConfig
@@ -46,15 +48,20 @@ class NativeBackend:
         }
         self._torch = TorchBackend()
 
-    def check_head_dim(self, head_dim: int) -> None:
-        """Accept any width."""
+    def check(self, model: ModelDescription, head_dim: int, kv_dtype: torch.dtype, quantization: str | None) -> None:
+        """Raise `ConfigError` for quantized weights of a precision without kernels; torch computes all else."""
+        if quantization is not None and model.dtype not in self._kernels:
+            raise ConfigError(
+                f"quantization={quantization!r} has no kernels for {str(model.dtype).removeprefix('torch.')} in the "
+                f"backend native: use dtype='bfloat16', or attention_backend='torch', which is slower"
+            )
 
     def computes(self, config: DecoderConfig, dtype: torch.dtype) -> bool:
         """Return whether the C++ kernels compute all matrix products of such a model, and torch none."""
         widths = config.head_dim % (2 * LANES), config.hidden_size % 2, config.intermediate_size % 2
         return dtype in self._kernels and not any(widths)
 
-    def linear(self, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Return a layer `y = x W^T + b` with a copy of the weight in panels."""
         kernels = self._kernels.get(weight.dtype)
         if kernels is None or weight.shape[1] % 2:
@@ -159,30 +166,24 @@ class NativeBackend:
 
 
 class NativeLinear:
-    """Linear layer of the C++ kernels, with its weight in panels: as it is, or quantized (`is_int8`)."""
+    """Linear layer of the C++ kernels, with its weight in panels: as it is, or quantized."""
 
-    __slots__ = ("_kernels", "bias", "dtype", "in_features", "is_int8", "out_features", "packed")
+    __slots__ = ("_kernels", "bias", "dtype", "in_features", "kind", "out_features", "packed")
 
-    def __init__(self, kernels: SimpleNamespace, weight: Tensor | Int8Weight, bias: Tensor | None) -> None:
+    def __init__(self, kernels: SimpleNamespace, weight: Weight, bias: Tensor | None) -> None:
         self._kernels = kernels
         self.out_features, self.in_features = weight.shape
-        self.dtype, self.is_int8 = weight.dtype, isinstance(weight, Int8Weight)
+        self.dtype, self.kind = weight.dtype, 0 if isinstance(weight, Tensor) else 1  # `LinearKind` of layers.h
         rows = -(-self.out_features // PANEL) * PANEL
-        scales = 4 * -(-self.in_features // GROUP_SIZE) if self.is_int8 else 0  # bytes of an output feature
-        self.packed = on_huge_pages(rows, self.in_features + scales, torch.int8 if self.is_int8 else weight.dtype)
+        self.packed = on_huge_pages(rows * weight.nbytes // self.out_features)
         self.bias = None if bias is None else bias.contiguous()
         self.pack(weight)
 
-    def pack(self, weight: Tensor | Int8Weight) -> None:
-        """Write a weight `[out_features, in_features]` to the panels; quantize it if the layer's is quantized."""
-        shape = self.in_features, self.out_features, torch.get_num_threads()
-        if self.is_int8:
-            quantized = weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight)
-            self._kernels.pack_int8(quantized.values, quantized.scales, self.packed, *shape)
-        else:
-            assert isinstance(weight, Tensor)
-            weight = weight.contiguous()
-            self._kernels.pack(weight, self.packed, *shape)
+    def pack(self, weight: Weight) -> None:
+        """Write a weight `[out_features, in_features]`, of the same class as the first one, to the panels."""
+        tensors = [weight.contiguous()] if isinstance(weight, Tensor) else [weight.values, weight.scales]
+        kernel = (self._kernels.pack, self._kernels.pack_int8)[self.kind]
+        kernel(*tensors, self.packed, self.in_features, self.out_features, torch.get_num_threads())
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the output `[tokens, out_features]` for `hidden` `[tokens, in_features]`."""
@@ -190,7 +191,7 @@ class NativeLinear:
         hidden, rows = hidden.contiguous(), hidden.shape[0]
         y = hidden.new_empty(rows, self.out_features)
         shape = rows, self.in_features, self.out_features
-        kernel = self._kernels.linear_int8 if self.is_int8 else self._kernels.linear
+        kernel = (self._kernels.linear, self._kernels.linear_int8)[self.kind]
         kernel(hidden, self.packed, self.bias, y, *shape, torch.get_num_threads())
         return y
 
@@ -204,18 +205,18 @@ class NativeLinear:
         return found
 
 
-def on_huge_pages(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor `[rows, width]`, for which Linux uses pages of 2 MiB where it can.
+def on_huge_pages(num_bytes: int) -> Tensor:
+    """Return an uninitialised uint8 tensor `[num_bytes]`, for which Linux uses pages of 2 MiB where it can.
 
     A core that reads 25 GB in a second needs the address of another page of 4 KiB every 160 nanoseconds. Of huge
     pages there are so few that the core keeps their addresses in its cache, the TLB.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(rows, width, dtype=dtype)
-    memory = mmap.mmap(-1, rows * width * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(rows, width)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _dense_tokens(x: Tensor) -> Tensor:

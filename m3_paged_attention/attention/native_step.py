@@ -30,12 +30,12 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 class CLinear(ctypes.Structure):
     """`Linear` of layers.h; this and the other two structures have its fields in its order."""
 
-    _fields_ = [*_fields(P, "packed bias"), *_fields(INT, "is_int8")]
+    _fields_ = [*_fields(P, "packed bias"), *_fields(INT, "kind")]
 
     @classmethod
     def of(cls, linear: Any) -> "CLinear":
         """Return the row of a `NativeLinear`."""
-        return cls(packed=linear.packed.data_ptr(), bias=_pointer(linear.bias), is_int8=linear.is_int8)
+        return cls(packed=linear.packed.data_ptr(), bias=_pointer(linear.bias), kind=linear.kind)
 
 
 class CLayer(ctypes.Structure):

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError
+from m1_single_request.model_loader import ModelDescription
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.int8_weight import Int8Weight
+from m3_paged_attention.int8_weight import Weight
 from m3_paged_attention.kv_storage import KVLayer, KVStorage, Step
 from m3_paged_attention.linear import Linear
 
@@ -28,10 +29,10 @@ class Backend(Protocol):
 
     name: str
 
-    def check_head_dim(self, head_dim: int) -> None:
-        """Raise `ConfigError` if `attention` does not support heads of this width."""
+    def check(self, model: ModelDescription, head_dim: int, kv_dtype: torch.dtype, quantization: str | None) -> None:
+        """Raise `ConfigError` if it does not compute this model with KV in `kv_dtype`, or quantized linear layers."""
 
-    def linear(self, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Return a layer `y = x W^T + b` of `weight` `[out_features, in_features]`, which it may keep or copy."""
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from m1_single_request.model_loader import ModelDescription
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.tiles import Plan, Prefill, Scratch
-from m3_paged_attention.int8_weight import Int8Weight
+from m3_paged_attention.int8_weight import Weight
 from m3_paged_attention.kv_dtype import quantize
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
 from m3_paged_attention.linear import Linear, pack, plain
@@ -35,10 +36,10 @@ class TorchBackend:
         self._angles: tuple[Tensor, Tensor, Tensor] | None = None  # a step's cos, and both tables expanded by `rotary`
         self._constants: dict[tuple[int, float, torch.device], tuple[Tensor, Tensor]] = {}  # of norms
 
-    def check_head_dim(self, head_dim: int) -> None:
-        """Accept any width."""
+    def check(self, model: ModelDescription, head_dim: int, kv_dtype: torch.dtype, quantization: str | None) -> None:
+        """Accept every model."""
 
-    def linear(self, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Return a layer with the weight in oneDNN's layout if available, else unchanged; so is a quantized one."""
         return (pack(weight, bias) if isinstance(weight, Tensor) else None) or plain(weight, bias)
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m1_single_request.errors import ConfigError
+from m1_single_request.model_loader import ModelDescription
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.triton_attention import join_splits_kernel, paged_decode_kernel, paged_prefill_kernel
 from m3_paged_attention.attention.triton_pointwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
@@ -32,12 +34,14 @@ from m3_paged_attention.attention.triton_tiles import (
     prefill_tile,
     split_tile,
 )
-from m3_paged_attention.int8_weight import Int8Weight
+from m3_paged_attention.int8_weight import Weight
 from m3_paged_attention.kv_dtype import LARGEST
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
-from m3_paged_attention.linear import Linear, plain
+from m3_paged_attention.linear import PlainLinear
 
 LOG2_E = math.log2(math.e)
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs whose kernels can convert e4m3."""
 
 
 class TritonBackend:
@@ -45,13 +49,26 @@ class TritonBackend:
 
     name = "triton"
 
-    def check_head_dim(self, head_dim: int) -> None:
-        """Raise `ConfigError` if the heads are too wide for the kernels."""
+    def check(self, model: ModelDescription, head_dim: int, kv_dtype: torch.dtype, quantization: str | None) -> None:
+        """Raise `ConfigError` for too wide heads, quantized weights, and e4m3 on a GPU that cannot convert it."""
         padded_head(head_dim)
+        if quantization is not None:
+            raise ConfigError(
+                f"quantization={quantization!r} has no kernels in the backend triton, which is the one for GPUs: leave "
+                f"it out, or use attention_backend='torch', which saves memory and is slower"
+            )
+        if kv_dtype == torch.float8_e4m3fn and model.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(model.device)
+            if capability < FP8_CAPABILITY:
+                raise ConfigError(
+                    f"kv_cache_dtype='fp8' needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or "
+                    f"more, and {model.device} has {'.'.join(map(str, capability))}: use kv_cache_dtype='int8'"
+                )
 
-    def linear(self, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> PlainLinear:
         """Return a layer with the weight unchanged: another layout would not make cuBLAS faster."""
-        return plain(weight, bias)
+        assert isinstance(weight, Tensor)  # `check`
+        return PlainLinear(weight, bias)
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write the new keys and values `[num_tokens, num_kv_heads, head_dim]` into the slots of `slot_mapping`."""

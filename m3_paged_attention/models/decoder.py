@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.registry import Backend
-from m3_paged_attention.kv_dtype import vector_bytes
+from m3_paged_attention.kv_cache_spec import KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.architecture import DecoderConfig
 from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
@@ -25,16 +25,23 @@ IN_ONE_CALL = (KVStorage, DecoderLayer, Attention, MLP)
 class Decoder:
     """A decoder-only transformer with a paged KV cache."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, backend: Backend, *, max_model_len: int) -> None:
-        """Build the layers one by one, and remove each layer from `weights`.
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        backend: Backend,
+        *,
+        max_model_len: int,
+        kv_dtype: torch.dtype,
+    ) -> None:
+        """Build the layers one by one, and remove each layer from `weights`. `kv_dtype`: format of the KV.
 
         So a weight that is copied to another layout is in memory twice only during its own copy.
         """
         self.config, self.backend = config, backend
         self.embedding, self.norm = weights.embedding, weights.norm
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
-        self.kv_dtype = self.dtype
-        """Format of its KV (`use_kv_dtype` of `kv_dtype.py`)."""
+        self.kv_dtype = kv_dtype
         self.rotary = RotaryTable(config.rope, max_model_len, self.device)
         self.layers: list[DecoderLayer] = []
         while weights.layers:
@@ -43,11 +50,15 @@ class Decoder:
         self.eager_reason: str | None = None
         """Reason why the backend's one call does not compute this model; None: it does, or the backend has none."""
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in all layers, with their scales."""
-        config = self.config
-        return 2 * config.num_layers * config.num_kv_heads * vector_bytes(config.head_dim, self.kv_dtype)
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """Return the shape of a block of its KV."""
+        return KVCacheSpec(
+            block_size=block_size,
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.kv_dtype,
+        )
 
     def use_kv(self, kv: KVStorage) -> None:
         """Prepare the steps over `kv`, the engine's KV memory. Call it again after a part of a layer was replaced."""

@@ -7,7 +7,7 @@ shapes are compared before any allocation. vLLM: `weight_loader` and `stacked_pa
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from m1_single_request.errors import ModelLoadError, shown
 from m1_single_request.model_loader import check_stored_type, check_tensors
-from m3_paged_attention.int8_weight import Int8Weight
+from m3_paged_attention.int8_weight import Int8Weight, Weight
 from m3_paged_attention.models.architecture import DecoderConfig
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -38,7 +38,6 @@ MODULES = {
     "down": ["mlp.down_proj"],
 }
 """For a field of `LayerWeights`: the modules in the files whose rows, in this order, are its rows."""
-Weight = Tensor | Int8Weight
 ROWS = 4096  # compared at a time, so that no second copy of the embedding is needed
 
 
@@ -87,21 +86,31 @@ class Header(NamedTuple):
     dtype: str
 
 
+def dense(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised weight in the model's precision."""
+    return torch.empty(out_features, in_features, dtype=dtype, device=device)
+
+
+EMPTY: Mapping[str | None, Callable[[int, int, torch.dtype, torch.device], Weight]] = {
+    None: dense,
+    "int8": Int8Weight.empty,
+}
+"""`ModelConfig.quantization` -> function that allocates the weight of a linear layer."""
+
+
 def allocate(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, is_int8: bool = False
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, quantization: str | None = None
 ) -> DecoderWeights:
     """Allocate uninitialised weights; on the device `meta` they have shapes but use no memory.
 
-    `is_int8`: the weights of the linear layers are quantized, but not the embedding: a step reads one row per token.
+    `quantization`: of the weights of the linear layers, but not the embedding: a step reads one row per token.
     """
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def linear(out_features: int, in_features: int) -> Weight:
-        if is_int8:
-            return Int8Weight.empty(out_features, in_features, dtype, device)
-        return empty(out_features, in_features)
+        return EMPTY[quantization](out_features, in_features, dtype, device)
 
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query_features, qkv_features = config.num_heads * dim, (config.num_heads + 2 * config.num_kv_heads) * dim
@@ -127,7 +136,7 @@ def allocate(
         embedding=embedding,
         layers=[layer() for _ in range(config.num_layers)],
         norm=empty(hidden),
-        head=embedding if config.tie_word_embeddings and not is_int8 else linear(config.vocab_size, hidden),
+        head=embedding if config.tie_word_embeddings and quantization is None else linear(config.vocab_size, hidden),
     )
 
 
@@ -164,21 +173,21 @@ def load_weights(
     device: torch.device,
     prefix: str = PREFIX,
     *,
-    is_int8: bool = False,
+    quantization: str | None = None,
 ) -> DecoderWeights:
     """Load the decoder's weights from the files of `headers`. Raises `ModelLoadError` for a tensor that mismatches.
 
     In the files of a larger model the decoder's names begin with `prefix`; the other parts are not in `headers`.
     """
     check_decoder(name, headers, config, dtype, prefix)
-    weights = allocate(config, dtype, device, is_int8=is_int8)
+    weights = allocate(config, dtype, device, quantization)
     fill(places(config, weights, prefix), headers)
     return with_tied_head(weights, config)
 
 
 def with_tied_head(weights: DecoderWeights, config: DecoderConfig) -> DecoderWeights:
     """Return the weights, with the embedding as the output layer if they are tied."""
-    if config.tie_word_embeddings and isinstance(weights.head, Int8Weight):
+    if config.tie_word_embeddings and weights.head is not weights.embedding:
         weights.head.copy_(weights.embedding)
     return weights
 
@@ -203,10 +212,10 @@ def fill(targets: Mapping[str, Weight], headers: Mapping[str, Header]) -> None:
 
 
 def dummy_weights(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int, *, is_int8: bool = False
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int, quantization: str | None = None
 ) -> DecoderWeights:
     """Return random weights as before training; the same seed on the same device gives the same weights."""
-    weights = allocate(config, dtype, device, is_int8=is_int8)
+    weights = allocate(config, dtype, device, quantization)
     draw(places(config, weights), config.initializer_range, torch.Generator(device).manual_seed(seed))
     return with_tied_head(weights, config)
 
@@ -214,7 +223,7 @@ def dummy_weights(
 def draw(tensors: Mapping[str, Weight], spread: float, generator: torch.Generator) -> None:
     """Initialise every tensor as before training; `spread` is the standard deviation of the random values."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, Int8Weight):
+        if not isinstance(tensor, Tensor):
             exact = torch.empty(tensor.shape, dtype=tensor.dtype, device=generator.device)
             tensor.copy_(exact.normal_(0.0, spread, generator=generator))
         elif name.endswith(".bias"):

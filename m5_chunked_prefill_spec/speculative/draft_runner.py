@@ -27,11 +27,10 @@ from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import best_tokens, draw
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention.attention.host_to_device import to_device
-from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.config import KVCacheDtype, ModelConfig
 from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
-from m3_paged_attention.profiling import kv_cache_spec_of
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo, metadata_of
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL, SpeculativeConfig
@@ -61,7 +60,7 @@ class DraftRunner:
     def initialize_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Reserve KV memory for `num_blocks` pages, as many as the target has."""
         self.page_size = block_size
-        spec = kv_cache_spec_of(self.model, block_size)
+        spec = self.model.kv_cache_spec(block_size)
         self.kv = KVStorage(KVCacheConfig(spec=spec, num_blocks=num_blocks), device=self.device)
         self.model.use_kv(self.kv)
 
@@ -205,8 +204,9 @@ def choose(logits: Tensor, draws: SamplingMetadata | None) -> tuple[Tensor, Tens
 
 
 def load_draft_model(
-    load: Callable[[ModelConfig], LoadedModel],
+    load: Callable[..., LoadedModel],
     config: ModelConfig,
+    kv_cache_dtype: KVCacheDtype,
     speculative: SpeculativeConfig,
     target: LoadedModel,
     *,
@@ -214,8 +214,9 @@ def load_draft_model(
 ) -> LoadedModel | None:
     """Load the draft model of the configuration in the target's precision; None without `method="draft_model"`.
 
-    `default_models`: the targets for which the embedded draft model was trained. Raises `ModelLoadError`, and
-    `ConfigError` for a draft model with another vocabulary than the target's.
+    `kv_cache_dtype`: format of its KV, the same as the target's. `default_models`: the targets for which the embedded
+    draft model was trained. Raises `ModelLoadError`, and `ConfigError` for a draft model with another vocabulary than
+    the target's.
     """
     if speculative.method != "draft_model":
         return None
@@ -226,7 +227,8 @@ def load_draft_model(
         )
     path = speculative.model or DEFAULT_DRAFT_MODEL
     precision = str(target.dtype).removeprefix("torch.")
-    draft = load(replace(config, model=path, dtype=precision))  # of the length that is named, or its own
+    own = replace(config, model=path, dtype=precision)  # of the length that is named, or its own
+    draft = load(own, kv_cache_dtype=kv_cache_dtype)
     check_vocabulary(draft, target)
     return draft
 

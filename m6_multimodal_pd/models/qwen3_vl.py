@@ -8,6 +8,7 @@ layout of `VisualTokens` comes.
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
@@ -95,11 +96,9 @@ def _media_tokens(name: str, config: PreTrainedConfig, vocab_size: int) -> Media
 class Qwen3VLDecoder(Decoder):
     """m3's decoder; its `forward` also takes the embeddings of images."""
 
-    def __init__(
-        self, config: VLDecoderConfig, weights: DecoderWeights, backend: Backend, *, max_model_len: int
-    ) -> None:
-        """Take ownership of `weights`, as m3's decoder does."""
-        super().__init__(config.decoder, weights, backend, max_model_len=max_model_len)
+    def __init__(self, config: VLDecoderConfig, weights: DecoderWeights, backend: Backend, **more: Any) -> None:
+        """Take ownership of `weights`, as m3's decoder does. `more`: its other arguments."""
+        super().__init__(config.decoder, weights, backend, **more)
         self.num_deepstack = config.num_deepstack
         self.mrope = MRopeTable(self.rotary, config.mrope_section, backend.name)
 

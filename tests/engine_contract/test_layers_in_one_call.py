@@ -43,8 +43,7 @@ def test_only_the_native_backend_has_the_call_and_neither_traces_a_reason(milest
 
 @pytest.mark.parametrize("milestone", MILESTONES[2:])
 def test_engines_that_share_a_model_have_a_call_each(milestone: str) -> None:
-    load = functools.cache(lambda config: importlib.import_module(milestone).LLMEngine.parts["model_loader"](config))
-    parts = {"model_loader": load}
+    parts = {"model_loader": functools.cache(importlib.import_module(milestone).LLMEngine.parts["model_loader"])}
     with engine_of(milestone, Records(), parts=parts) as first, engine_of(milestone, Records(), parts=parts) as other:
         assert runner_of(first).model is runner_of(other).model
         steps = [runner_of(each).kv.step for each in (first, other)]

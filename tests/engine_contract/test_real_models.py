@@ -353,7 +353,7 @@ def test_a_draft_model_is_computed_in_its_target_s_precision(milestone: str) -> 
     package = importlib.import_module(milestone)
     load, precisions = package.LLMEngine.parts["model_loader"], []
 
-    def loading(config: Any) -> Any:
+    def loading(config: Any, kv_cache_dtype: Any) -> Any:
         """As if the first of them, the target, were large."""
         loaded = load(config if precisions else package.ModelConfig(model=TEXT_MODEL, device="cpu", dtype="bfloat16"))
         precisions.append(loaded.dtype)

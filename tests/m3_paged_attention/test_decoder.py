@@ -198,7 +198,7 @@ def test_a_weight_that_is_packed_is_not_kept_as_it_was(backend_name: str) -> Non
     config, backend = loaded.model.config, loaded.model.backend
     weights = dummy_weights(config, torch.float32, loaded.device, seed=0)
     originals = [weakref.ref(layer.gate_up) for layer in weights.layers]
-    model = Decoder(config, weights, backend, max_model_len=64)
+    model = Decoder(config, weights, backend, max_model_len=64, kv_dtype=torch.float32)
     assert not weights.layers, "they are taken over"
     for layer, original in zip(model.layers, originals, strict=True):
         is_packed = not isinstance(layer.mlp.gate_up_proj, PlainLinear)

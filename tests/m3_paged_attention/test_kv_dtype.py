@@ -1,16 +1,19 @@
 """Formats of the KV memory: what they cost, how far they move the logits, and where they are refused."""
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from m3_paged_attention import CacheConfig, ConfigError, LLMEngine, ModelConfig, SamplingParams
 from m3_paged_attention.attention.native_backend import NativeBackend
+from m3_paged_attention.config import KVCacheDtype
 from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
-from m3_paged_attention.kv_dtype import KV_DTYPES, dequantize, quantize, use_kv_dtype
+from m3_paged_attention.kv_dtype import KV_DTYPES, dequantize, kv_dtype_of, quantize
 from m3_paged_attention.kv_storage import KVStorage
+from tests.equivalence.models import save_random_model
 from tests.m3_paged_attention.engines import MakeEngine, runner_of
 from tests.support.engines import ids
 
@@ -109,31 +112,19 @@ def test_the_native_step_computes_the_bits_of_the_layers_one_by_one(make_engine:
     assert found[0][0] == found[1][0] and found[0][1].any() and torch.equal(found[0][1], found[1][1])
 
 
-def model(**changes: Any) -> Any:
-    values = {
-        "config": SimpleNamespace(head_dim=64),
-        "dtype": torch.float32,
-        "device": torch.device("cuda", 0),
-        "backend": SimpleNamespace(name="triton"),
-    }
-    return SimpleNamespace(model=SimpleNamespace(**values | changes))
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_heads_that_a_format_does_not_fit_are_refused_before_the_weights_are_read(name: Any, tmp_path: Path) -> None:
+    directory = save_random_model(tmp_path, "qwen3", head_dim=6)
+    (directory / "model.safetensors").unlink()
+    config = ModelConfig(model=directory, device="cpu", attention_backend="torch")
+    with pytest.raises(ConfigError, match=f"'{name}' needs a head_dim .* multiple of 4, and that of {directory} is 6"):
+        LLMEngine(model_config=config, cache_config=CacheConfig(kv_cache_dtype=name))
 
 
-def test_a_format_that_the_model_or_the_gpu_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = model(config=SimpleNamespace(head_dim=6))
-    for name in ("int8", "fp8"):
-        with pytest.raises(ConfigError, match=f"kv_cache_dtype='{name}' needs a head_dim .* multiple of 4, .* is 6"):
-            use_kv_dtype(narrow, name)
-    use_kv_dtype(narrow, "bfloat16")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ConfigError, match=r"'fp8' needs a GPU of compute capability 8\.9 .* cuda:0 has 8\.0"):
-        use_kv_dtype(model(), "fp8")
-    use_kv_dtype(model(backend=SimpleNamespace(name="torch")), "fp8")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    for name, dtype in (("auto", torch.float32), *KV_DTYPES.items()):
-        loaded = model()
-        use_kv_dtype(loaded, name)
-        assert loaded.model.kv_dtype == dtype
+def test_every_name_is_a_format() -> None:
+    described: Any = SimpleNamespace(name="a model", dtype=torch.float16)
+    formats = {name: kv_dtype_of(name, described, 64) for name in get_args(KVCacheDtype)}
+    assert formats == {"auto": torch.float16, **KV_DTYPES}
 
 
 @pytest.mark.parametrize("wrong", ["float32", "INT8", "", 8, None])

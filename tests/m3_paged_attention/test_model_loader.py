@@ -36,10 +36,9 @@ def test_what_is_said_of_a_model_is_what_m1_says(architecture: str, dtype: str, 
     directory = save_random_model(tmp_path, architecture)
     ours = load(directory, dtype=dtype)
     theirs = m1_load_model(M1ModelConfig(model=directory, device="cpu", dtype=dtype))
-    for name in (
-        "name device dtype eos_token_ids max_model_len vocab_size num_parameters weight_bytes kv_bytes_per_token"
-    ).split():
+    for name in "name device dtype eos_token_ids max_model_len vocab_size num_parameters weight_bytes".split():
         assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.model.kv_cache_spec(1).bytes_per_token == theirs.kv_bytes_per_token
     assert set(EVERY_61ST) < ours.eos_token_ids
     assert ours.architecture == type(theirs.model).__name__ in SUPPORTED_ARCHITECTURES
     assert ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()

@@ -6,24 +6,28 @@ ends that fill none, rounding, infinities, NaN. Everything runs twice: compiled 
 that the compiler knows, where there are no fused products and no products of bfloat16.
 """
 
+import errno
 import mmap
 import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from m3_paged_attention import ModelConfig, ModelLoadError
 from m3_paged_attention.attention import native_backend, native_library
 from m3_paged_attention.attention.native_backend import NativeBackend, NativeLinear
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.int8_weight import Int8Weight
 from m3_paged_attention.kv_storage import KVLayer
-from m3_paged_attention.linear import Int8Linear, PlainLinear
+from m3_paged_attention.linear import PlainLinear, QuantizedLinear
+from m3_paged_attention.model_loader import load_model
 from tests.kernels import references
 from tests.kernels.numbers import same_numbers_and_no_luck as same_numbers_and_no_luck
 from tests.kernels.references import (
@@ -124,11 +128,11 @@ def test_quantized_linear_takes_any_number_of_rows_and_none_changes_another(back
             assert torch.equal(layer(hidden[-rows:]), alone[-rows:])
 
 
-def test_a_quantized_weight_is_replaced_by_a_dense_one(backend, dtype) -> None:
+def test_a_quantized_weight_is_replaced_by_another_one(backend, dtype) -> None:
     first, second, hidden = numbers(dtype, 70, 48), numbers(dtype, 70, 48), numbers(dtype, 3, 48)
     layer, expected = backend.linear(Int8Weight.of(first)), backend.linear(Int8Weight.of(second))
     address = layer.packed.data_ptr()
-    layer.pack(second)
+    layer.pack(Int8Weight.of(second))
     assert torch.equal(layer(hidden), expected(hidden)) and layer.packed.data_ptr() == address
 
 
@@ -183,7 +187,7 @@ def test_a_weight_without_kernels_stays_as_it_is(backend, dtype, in_features) ->
     assert isinstance(layer, PlainLinear)
     assert_close(layer(hidden), product(hidden, weight, bias), LINEAR | {torch.float16: 1e-3, torch.float64: 1e-12})
     if dtype != torch.float64:
-        assert isinstance(backend.linear(Int8Weight.of(weight), bias), Int8Linear)
+        assert isinstance(backend.linear(Int8Weight.of(weight), bias), QuantizedLinear)
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages on this system")
@@ -197,6 +201,15 @@ def test_weights_are_on_huge_pages() -> None:
             assert " hg" in each.split("VmFlags:")[1]
             return
     raise AssertionError("the memory is in no mapping")
+
+
+def test_too_little_memory_for_weights_is_an_error_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **keywords: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(ModelLoadError, match=r"its weights cannot be loaded: .* Cannot allocate memory"):
+        load_model(ModelConfig(device="cpu", attention_backend="native"))
 
 
 def test_linear_refuses_other_widths_and_precisions(backend) -> None:

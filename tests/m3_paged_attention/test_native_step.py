@@ -220,8 +220,8 @@ def test_a_model_that_the_call_does_not_know_runs_layer_by_layer_and_the_trace_s
 ) -> None:
     directory, records = save_random_model(tmp_path, "qwen3", **overrides), Records()
 
-    def load_changed(config: ModelConfig) -> LoadedModel:
-        loaded = PARTS["model_loader"](config)
+    def load_changed(config: ModelConfig, kv_cache_dtype: str) -> LoadedModel:
+        loaded = PARTS["model_loader"](config, kv_cache_dtype)
         if change is not None:
             change(loaded.model)
         return loaded

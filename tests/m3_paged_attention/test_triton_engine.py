@@ -8,11 +8,14 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from m3_paged_attention import CacheConfig, ConfigError, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from m3_paged_attention.attention.registry import resolve
 from m3_paged_attention.model_loader import load_model
 from tests.m3_paged_attention.engines import check_drained, greedy
 from tests.support.engines import drain
@@ -42,6 +45,20 @@ def test_a_model_whose_heads_are_too_wide_is_refused_when_it_is_loaded(tiny_dire
     ):
         load_model(ModelConfig(**settings, attention_backend="triton"))
     assert load_model(ModelConfig(**settings, attention_backend="torch")).model.config.head_dim == 320
+
+
+def test_a_format_without_kernels_is_refused(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(model=tiny_directory, device="cpu", attention_backend="triton", quantization="int8")
+    with pytest.raises(ConfigError, match="quantization='int8' has no kernels in the backend triton"):
+        load_model(config)
+    check, on_gpu = resolve("triton", torch.device("cpu")).check, SimpleNamespace(device=torch.device("cuda", 0))
+    fp8 = torch.float8_e4m3fn
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"'fp8' needs a GPU of compute capability 8\.9 .* cuda:0 has 8\.0"):
+        check(on_gpu, 64, fp8, None)  # type: ignore[arg-type]
+    check(on_gpu, 64, torch.int8, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check(on_gpu, 64, fp8, None)  # type: ignore[arg-type]
 
 
 def test_three_prompts_and_six_tokens_are_those_of_torch(tiny_directory: Path) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from m1_single_request.model_loader import LoadedModel
 from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
-from m3_paged_attention.profiling import kv_cache_spec_of
 from m5_chunked_prefill_spec import CacheConfig, LLMEngine, SamplingParams, SpeculativeConfig
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch, SomeTokens
 from m5_chunked_prefill_spec.speculative.speculation import Speculation
@@ -62,9 +61,7 @@ class Fresh:
             if known[: len(tokens)] == tokens:
                 return kv[:, :, : len(tokens)]
         slots = np.arange(1, len(tokens) + 1)
-        storage = KVStorage(
-            KVCacheConfig(spec=kv_cache_spec_of(self.model, 1), num_blocks=len(tokens)), device=self.device
-        )
+        storage = KVStorage(KVCacheConfig(spec=self.model.kv_cache_spec(1), num_blocks=len(tokens)), device=self.device)
         one = SomeTokens(
             input_ids=np.array(tokens),
             req_pool_indices=np.array([0]),

@@ -33,7 +33,7 @@ load_draft_model = partial(draft_runner.load_draft_model, default_models=(DEFAUL
 def loading(draft: Any) -> Any:
     """A loader that knows one model, and remembers what it was asked for."""
 
-    def load(config: ModelConfig) -> Any:
+    def load(config: ModelConfig, kv_cache_dtype: str) -> Any:
         asked.append(config)
         return draft
 
@@ -47,14 +47,14 @@ DRAFTING = SpeculativeConfig(method="draft_model")
 def test_without_a_draft_model_none_is_loaded(loaded: LoadedModel) -> None:
     load, asked = loading(None)
     for method in (None, "ngram"):
-        assert load_draft_model(load, ModelConfig(), SpeculativeConfig(method=method), loaded) is None
+        assert load_draft_model(load, ModelConfig(), "auto", SpeculativeConfig(method=method), loaded) is None
     assert asked == []
 
 
 def test_the_draft_model_that_ships_is_for_the_default_model(loaded: LoadedModel, loaded_draft: LoadedModel) -> None:
     load, asked = loading(loaded_draft)
     for model in (None, DEFAULT_MODEL):
-        assert load_draft_model(load, ModelConfig(model=model, device="cpu"), DRAFTING, loaded) is loaded_draft
+        assert load_draft_model(load, ModelConfig(model=model, device="cpu"), "auto", DRAFTING, loaded) is loaded_draft
     assert [config.model for config in asked] == [DEFAULT_DRAFT_MODEL] * 2
     assert {(config.device, config.max_model_len) for config in asked} == {("cpu", None)}
 
@@ -62,7 +62,7 @@ def test_the_draft_model_that_ships_is_for_the_default_model(loaded: LoadedModel
 def test_the_draft_model_that_ships_does_not_guess_for_another_model(loaded: LoadedModel) -> None:
     load, asked = loading(None)
     with pytest.raises(ConfigError, match=r"name one in SpeculativeConfig\(model=\.\.\.\)"):
-        load_draft_model(load, ModelConfig(model="somebody/else"), DRAFTING, loaded)
+        load_draft_model(load, ModelConfig(model="somebody/else"), "auto", DRAFTING, loaded)
     assert asked == []
 
 
@@ -77,7 +77,7 @@ def test_a_draft_of_another_vocabulary_is_refused(loaded: LoadedModel, loaded_dr
         draft = dataclasses.replace(loaded_draft, tokenizer=SimpleNamespace(get_vocab=lambda: vocabulary))  # type: ignore[arg-type]
     load, _ = loading(draft)
     with pytest.raises(ConfigError, match="their vocabularies differ"):
-        load_draft_model(load, ModelConfig(), SpeculativeConfig(method="draft_model", model="small"), loaded)
+        load_draft_model(load, ModelConfig(), "auto", SpeculativeConfig(method="draft_model", model="small"), loaded)
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------

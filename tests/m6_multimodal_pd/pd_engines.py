@@ -79,9 +79,9 @@ class Wire:
 
 
 @functools.cache
-def loaded_once(model_config: ModelConfig) -> Any:
+def loaded_once(model_config: ModelConfig, kv_cache_dtype: Any) -> Any:
     """Load a model for all groups of this process. No engine changes it: `update_weights` needs m6's own loader."""
-    return PARTS["model_loader"](model_config)
+    return PARTS["model_loader"](model_config, kv_cache_dtype)
 
 
 class Group:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.torch_backend import TorchBackend
-from m3_paged_attention.int8_weight import Int8Weight
+from m3_paged_attention.int8_weight import Weight
 from m3_paged_attention.kv_storage import KVLayer
 from m3_paged_attention.linear import Linear, plain
 from m6_multimodal_pd.config import ModelConfig
@@ -126,7 +126,7 @@ class StaticBackend(TorchBackend):
 
     name = "triton"
 
-    def linear(self, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         return plain(weight, bias)
 
     def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
@@ -193,6 +193,6 @@ def wanted_graphs(recorded_graphs: list[RecordedGraph], monkeypatch: pytest.Monk
 @pytest.fixture
 def graphs_of_engines(wanted_graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     """The same, and their kernels can be captured and are fast."""
-    monkeypatch.setattr("m3_paged_attention.model_loader.resolve", lambda name, device: StaticBackend())
+    monkeypatch.setattr("m6_multimodal_pd.model_loader.resolve", lambda name, device: StaticBackend())
     monkeypatch.setattr("m6_multimodal_pd.models.rotary._gather_of", lambda backend: gather_with_torch)
     return wanted_graphs

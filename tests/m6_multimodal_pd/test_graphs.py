@@ -243,7 +243,7 @@ def test_graphs_that_find_no_memory_leave_their_model_eager(
 def test_a_backend_that_plans_on_the_host_runs_eagerly(
     tiny_directory: Path, graphs_of_engines: Graphs, m1: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("m3_paged_attention.model_loader.resolve", lambda name, device: TorchBackend())
+    monkeypatch.setattr("m6_multimodal_pd.model_loader.resolve", lambda name, device: TorchBackend())
     with serving(tiny_directory) as (engine, records):
         ((_, event),) = records.of(GraphsUnavailable)
         assert event.reason == "the torch backend reads lengths on the host, which a graph cannot"

@@ -75,7 +75,7 @@ def test_what_is_said_of_a_model_is_what_its_files_say(saved: Path) -> None:
     assert loaded.weight_bytes == 4 * loaded.num_parameters
     assert loaded.vision.num_parameters == sum(p.numel() for p in reference.model.visual.parameters())
     assert loaded.max_model_len == 1024 and loaded.vocab_size == config["text_config"]["vocab_size"]
-    assert loaded.kv_bytes_per_token == 2 * 3 * 1 * 64 * 4
+    assert loaded.model.kv_cache_spec(1).bytes_per_token == 2 * 3 * 1 * 64 * 4
     assert loaded.tokenizer.convert_tokens_to_ids("<|image_pad|>") == config["image_token_id"]
 
 

@@ -299,7 +299,7 @@ def test_fewer_positions_than_the_engine_serves_do_not_fit(
 
 @pytest.mark.parametrize("group", [None, DisaggregationConfig(transport="in_process")], ids=["one engine", "a group"])
 def test_a_model_of_ones_own_loader_keeps_its_weights(group: Any, pair: tuple[Path, Path]) -> None:
-    parts = {"model_loader": lambda config: load_model(config)}
+    parts = {"model_loader": lambda config, kv_cache_dtype: load_model(config, kv_cache_dtype)}
     with made(pair[0], parts=parts, disaggregation_config=group) as engine:
         expected = answer(engine)
         with pytest.raises(EngineUsageError, match="model_loader of your own"):

@@ -16,6 +16,7 @@ from typing import Any
 import m1_single_request
 from m1_single_request import RequestOutput, SamplingParams, Tracer, TraceRecord
 from m1_single_request.model_loader import LoadedModel
+from m3_paged_attention.kv_dtype import KV_DTYPES
 from tests.equivalence.models import save_random_model
 
 MAX_MODEL_LEN = 256
@@ -64,7 +65,14 @@ class EngineMaker:
         if chat_template is not None:
             changes["tokenizer"] = copy.deepcopy(self.loaded.tokenizer)
             changes["tokenizer"].chat_template = chat_template
-        table = {"model_loader": lambda config: dataclasses.replace(self.model_of(config), **changes), **(parts or {})}
+
+        def load(config: Any, kv_cache_dtype: str = "auto") -> Any:
+            loaded = dataclasses.replace(self.model_of(config), **changes)
+            if hasattr(loaded.model, "kv_dtype"):  # from m3 on
+                loaded.model.kv_dtype = KV_DTYPES.get(kv_cache_dtype, loaded.dtype)
+            return loaded
+
+        table = {"model_loader": load, **(parts or {})}
         model_config = self.package.ModelConfig(model=self.loaded.name, device="cpu", dtype="float32", seed=seed)
         self.engines.append(bounded(self.package.LLMEngine(model_config=model_config, parts=table, **configs)))
         return self.engines[-1]

@@ -12,10 +12,12 @@
 
 namespace {
 
+enum class LinearKind { DENSE, INT8 };  // panels of linear.h, of int8.h; NativeLinear has the same numbers
+
 template <class T> struct Linear {
-    const void* packed;  // of linear.h, or if is_int8, of int8.h
-    const T* bias;       // or null
-    int is_int8;
+    const void* packed;
+    const T* bias;  // or null
+    int kind;       // a `LinearKind`
 };
 
 template <class T> struct Layer {
@@ -42,10 +44,12 @@ template <class T> struct Step {
 };
 
 template <class T> void apply(const Linear<T>& layer, const T* x, T* y, long rows, long in, long out, int threads) {
-    if (layer.is_int8)
-        linear_int8(x, (const int8_t*)layer.packed, layer.bias, y, rows, in, out, threads);
-    else
-        linear(x, (const T*)layer.packed, layer.bias, y, rows, in, out, threads);
+    switch (LinearKind(layer.kind)) {
+        case LinearKind::DENSE:
+            return linear(x, (const T*)layer.packed, layer.bias, y, rows, in, out, threads);
+        case LinearKind::INT8:
+            return linear_int8(x, (const int8_t*)layer.packed, layer.bias, y, rows, in, out, threads);
+    }
 }
 
 template <class T>
