@@ -1,4 +1,4 @@
-"""Events of m3's start and model runner: attention backend, limits, size of the KV memory, CPU threads, sampled rows.
+"""Events of m3's start and model runner: formats, kernels, limits, size of the KV memory, CPU threads, sampled rows.
 
 Events about blocks are in `kv_events.py`, events about scheduled requests in `scheduler_events.py`.
 """
@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from m1_single_request.events import EngineStarted as SingleStarted
+from m1_single_request.model_loader import LoadedModel
 from m1_single_request.output_events import Sampled
 from m1_single_request.sampler import SamplerOutput
 from m1_single_request.sampling_metadata import SamplingMetadata
@@ -17,6 +19,34 @@ from m3_paged_attention.block_pool import blocks_for
 from m3_paged_attention.kv_dtype import LARGEST
 
 SCALED = [str(dtype).removeprefix("torch.") for dtype in LARGEST]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStarted(SingleStarted):
+    """The model is loaded and the engine is ready. Linear layers and KV may have other formats than `dtype`."""
+
+    quantization: str | None
+    """Format of the weights of the linear layers; None: `dtype`."""
+    kv_dtype: str
+    """Format of the KV, in which `kv_bytes_per_token` are counted."""
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, quantization: str | None = None) -> Self:
+        """Build the event for a loaded model, whose `model` is a `Decoder`."""
+        spec = loaded.model.kv_cache_spec(1)
+        formats = {"quantization": quantization, "kv_dtype": str(spec.dtype).removeprefix("torch.")}
+        return cls(**vars(SingleStarted.of(loaded)) | formats | {"kv_bytes_per_token": spec.block_bytes})
+
+    def explain(self) -> str:
+        if self.quantization is None and self.kv_dtype == self.dtype:
+            return super().explain()
+        linears = f", linear layers as {self.quantization}" if self.quantization is not None else ""
+        return (
+            f"{self.architecture} ({self.model}) is ready on {self.device}: {self.num_parameters / 1e6:,.1f} M "
+            f"parameters, {size(self.weight_bytes)} as {self.dtype}{linears}. The KV of one token takes "
+            f"{self.kv_bytes_per_token:,} bytes as {self.kv_dtype}. A request has at most "
+            f"{self.max_model_len:,} tokens."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +232,8 @@ class KVSized(Event):
             f"room for {self.num_blocks * self.block_size:,} tokens, or {concurrency:,.1f} requests of "
             f"{self.max_model_len:,}"
         )
-        if self.dtype in SCALED:
-            parts.append(f"its numbers are {self.dtype}, with a float32 scale per token and head")
+        scales = ", with a float32 scale per token and head" if self.dtype in SCALED else ""
+        parts.append(f"its numbers are {self.dtype}{scales}")
         if self.num_host_blocks:
             host = some(self.num_host_blocks, "more block")
             parts.append(f"{host} on the host for swapping take {size(self.num_host_bytes)}")

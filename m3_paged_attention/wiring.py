@@ -7,7 +7,6 @@ number of blocks, then build the parts that depend on these.
 from collections.abc import Mapping
 from typing import Any
 
-from m1_single_request.events import EngineStarted
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.wiring import PARTS as M2_PARTS
@@ -15,7 +14,7 @@ from m3_paged_attention.attention.registry import obstacle_to_best
 from m3_paged_attention.config import BatchLimits, EngineConfig, ModelConfig
 from m3_paged_attention.device_limits import device_limits, device_memory
 from m3_paged_attention.engine_core import EngineCore
-from m3_paged_attention.events import BackendChosen, EagerSteps, StepLimits
+from m3_paged_attention.events import BackendChosen, EagerSteps, EngineStarted, StepLimits
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.input_processor import InputProcessor
 from m3_paged_attention.kv_cache_config import check_cache_config, size_kv_cache
@@ -120,7 +119,7 @@ def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: Loade
 
 def trace_start(loaded: LoadedModel, config: ModelConfig, limits: BatchLimits, tracer: Tracer) -> None:
     """Emit the events that describe the model, its kernels and, on CUDA, the limits of a step."""
-    tracer.emit(EngineStarted.of, loaded)
+    tracer.emit(EngineStarted.of, loaded, config.quantization)
     asked, backend = config.attention_backend, loaded.model.backend.name
     obstacle = obstacle_to_best(config.torch_device()) if asked == "auto" else None
     tracer.emit(BackendChosen, asked=asked, backend=backend, obstacle=obstacle)

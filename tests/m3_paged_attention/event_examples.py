@@ -3,7 +3,7 @@
 import dataclasses
 
 from m1_single_request.trace_event import Event
-from m3_paged_attention.events import BackendChosen, EagerSteps, KVSized, StepLimits, ThreadsChanged
+from m3_paged_attention.events import BackendChosen, EagerSteps, EngineStarted, KVSized, StepLimits, ThreadsChanged
 from m3_paged_attention.kv_events import (
     BlockCopied,
     BlocksAllocated,
@@ -14,6 +14,11 @@ from m3_paged_attention.kv_events import (
 )
 from m3_paged_attention.scheduler_events import Admit, LeftOut, NotAdmitted, ParallelSampling, Preempted
 
+STARTED = EngineStarted(
+    model="tiny", architecture="Qwen3ForCausalLM", device="cpu", dtype="float32", named_dtype="bfloat16",
+    num_parameters=4_200_000, weight_bytes=8_900_000, num_layers=4, num_kv_heads=2, head_dim=64,
+    kv_bytes_per_token=1088, max_model_len=512, num_positions=4096, quantization="int8", kv_dtype="int8",
+)  # fmt: skip
 SIZED = KVSized(
     source="kv_cache_memory_bytes", budget_bytes=512 * 2**20, total_bytes=None, gpu_memory_utilization=None,
     peak_bytes=None, block_size=16, dtype="float32", block_bytes=256 * 2**10, bytes_per_token=16 * 2**10,
@@ -31,6 +36,11 @@ PREEMPTED = Preempted(
 USAGE = BlocksUsed(num_used=10, num_free=1000, num_shared=3, num_host_used=0, block_size=16, tokens_held=152)
 
 EXAMPLES: dict[Event, list[str]] = {
+    STARTED: ["8.5 MiB as float32, linear layers as int8. The KV of one token takes 1,088 bytes as int8. ", "most 512"],
+    dataclasses.replace(STARTED, quantization=None): ["8.5 MiB as float32. The KV of one token takes 1,088 bytes as"],
+    dataclasses.replace(STARTED, quantization=None, kv_dtype="float32", kv_bytes_per_token=4096): [
+        "8.5 MiB as float32. The KV of one token takes 2 (K and V) x 4 layers", "64 x 4 bytes = 4,096 bytes",
+    ],
     BackendChosen(asked="auto", backend="native", obstacle=None): ["Kernels: native, the fastest here."],
     BackendChosen(asked="torch", backend="torch", obstacle=None): ["Kernels: torch, as asked for."],
     ThreadsChanged(num_threads=1, limit=2, num_cores=2, other_cores=0.97): ["1 of 2 CPU threads", "1.0 of 2 cores"],
@@ -41,7 +51,10 @@ EXAMPLES: dict[Event, list[str]] = {
     EagerSteps(reason="head_dim=24 is no multiple of 32"): [
         "operations of its layers one by one", "not all layers at once: head_dim=24 is no multiple of 32.",
     ],
-    SIZED: ["512.0 MiB / 256.0 KiB per block = 2,048 blocks of 16 tokens", "block 0", "32,752 tokens", "32.0 requests"],
+    SIZED: [
+        "512.0 MiB / 256.0 KiB per block = 2,048 blocks of 16 tokens", "block 0", "32,752 tokens", "32.0 requests",
+        "its numbers are float32.",
+    ],
     dataclasses.replace(SIZED, num_blocks=64, num_bytes=65 * 2**18, max_num_seqs=1): [
         "1 request of 64 blocks at most never fill more than 64, so no more are made",
     ],

@@ -7,9 +7,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from m3_paged_attention import CacheConfig, ConfigError, LLMEngine, ModelConfig, SamplingParams
+from m1_single_request.trace_readers import Records
+from m3_paged_attention import CacheConfig, ConfigError, LLMEngine, ModelConfig, SamplingParams, TraceConfig
 from m3_paged_attention.attention.native_backend import NativeBackend
 from m3_paged_attention.config import KVCacheDtype
+from m3_paged_attention.events import EngineStarted, KVSized
 from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_dtype import KV_DTYPES, dequantize, kv_dtype_of, quantize
 from m3_paged_attention.kv_storage import KVStorage
@@ -125,6 +127,18 @@ def test_every_name_is_a_format() -> None:
     described: Any = SimpleNamespace(name="a model", dtype=torch.float16)
     formats = {name: kv_dtype_of(name, described, 64) for name in get_args(KVCacheDtype)}
     assert formats == {"auto": torch.float16, **KV_DTYPES}
+
+
+def test_the_start_names_the_formats_and_counts_in_them(tiny_directory: Path) -> None:
+    records = Records()
+    with LLMEngine(
+        model_config=ModelConfig(model=tiny_directory, device="cpu", dtype="float32", quantization="int8"),
+        cache_config=CacheConfig(kv_cache_dtype="int8"),
+        trace_config=TraceConfig(readers=(records,)),
+    ):
+        ((_, started),), ((_, sized),) = records.of(EngineStarted), records.of(KVSized)
+    assert (started.dtype, started.quantization, started.kv_dtype) == ("float32", "int8", sized.dtype)
+    assert started.kv_bytes_per_token == sized.bytes_per_token
 
 
 @pytest.mark.parametrize("wrong", ["float32", "INT8", "", 8, None])
