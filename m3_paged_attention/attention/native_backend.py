@@ -200,7 +200,7 @@ class NativeLinear:
         hidden, rows = hidden.contiguous(), hidden.shape[0]
         logits, tokens = hidden.new_empty(rows, self.out_features), torch.empty(rows, dtype=torch.int64)
         shape = rows, self.in_features, self.out_features, torch.get_num_threads()
-        self._kernels.best_tokens(hidden, self.packed, self.bias, logits, tokens, self.is_int8, *shape)
+        self._kernels.best_tokens(hidden, self.packed, self.bias, logits, tokens, self.kind, *shape)
         found: list[int] = tokens.tolist()
         return found
 

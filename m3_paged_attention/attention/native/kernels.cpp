@@ -84,9 +84,9 @@
     void silu_mul_##suffix(const T* gate_up, T* y, long rows, long width, int threads) {                               \
         silu_mul(gate_up, y, rows, width, threads);                                                                    \
     }                                                                                                                  \
-    void best_tokens_##suffix(const T* x, const void* packed, const T* bias, T* logits, int64_t* tokens, int is_int8,  \
+    void best_tokens_##suffix(const T* x, const void* packed, const T* bias, T* logits, int64_t* tokens, int kind,     \
                               long rows, long in, long out, int threads) {                                             \
-        best_tokens({packed, bias, is_int8}, x, logits, tokens, rows, in, out, threads);                               \
+        best_tokens({packed, bias, kind}, x, logits, tokens, rows, in, out, threads);                                  \
     }                                                                                                                  \
     void run_layers_##suffix(const Step<T>* step) { run_layers(*step); }                                               \
     void run_step_##suffix(const WholeStep<T>* step) { run_step(*step); }
