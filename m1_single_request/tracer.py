@@ -46,24 +46,19 @@ class Tracer:
 
     def __init__(self) -> None:
         self.step = 0
-        self._readers: list[TraceReader] = []
-
-    @property
-    def is_read(self) -> bool:
-        """Whether there is a reader."""
-        return bool(self._readers)
+        self.readers: list[TraceReader] = []
 
     def attach(self, reader: TraceReader) -> None:
         """Pass all later records to `reader`. Raises `ConfigError` if it lacks `read` or `close`."""
         if not all(callable(getattr(reader, name, None)) for name in ("read", "close")):
             raise ConfigError(f"a trace reader needs read(record) and close(); {type(reader).__name__} has not both")
-        self._readers.append(reader)
+        self.readers.append(reader)
 
     def detach(self, reader: TraceReader) -> None:
         """Remove `reader` and close it; does nothing if it is not attached."""
-        for place, attached in enumerate(self._readers):
+        for place, attached in enumerate(self.readers):
             if attached is reader:
-                del self._readers[place]
+                del self.readers[place]
                 self._guarded(reader, lambda: reader.close())
                 return
 
@@ -72,7 +67,7 @@ class Tracer:
 
         An error does not reach the caller: of a factory, there is no event; of a reader, it is detached.
         """
-        if not self._readers:
+        if not self.readers:
             return
         try:
             event = factory(*args, **kwargs)
@@ -82,20 +77,20 @@ class Tracer:
         if event is None:
             return
         record = TraceRecord(self.step, time.perf_counter(), event)
-        for reader in tuple(self._readers):
+        for reader in tuple(self.readers):
             self._guarded(reader, partial(reader.read, record))
 
     def close(self) -> None:
         """Detach and close all readers."""
-        for reader in tuple(self._readers):
+        for reader in tuple(self.readers):
             self.detach(reader)
 
     def _guarded(self, reader: TraceReader, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
-            if reader in self._readers:
-                self._readers.remove(reader)
+            if reader in self.readers:
+                self.readers.remove(reader)
                 with suppress(Exception):  # whatever it still holds, a file perhaps
                     reader.close()
             name = type(reader).__name__

@@ -130,7 +130,7 @@ class RowSampler:
 
         None if logits are needed: for other rows, a trace, a sampler of the user, or to tell which are not finite.
         """
-        if metadata is not plain_metadata(len(req_ids), hidden.device) or self.tracer.is_read:
+        if metadata is not plain_metadata(len(req_ids), hidden.device) or self.tracer.readers:
             return None
         tokens = model.best_tokens(hidden) if type(self.sampler) is Sampler else None
         if tokens is None or min(tokens) < 0:
