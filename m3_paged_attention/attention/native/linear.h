@@ -110,7 +110,8 @@ void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in
                 const long r = g * count / num_groups, size = (g + 1) * count / num_groups - r;
                 const T* rows_of = x + (first + r) * in;
                 // A single group reads memory in order, which the processor fetches ahead by itself. Of several, each
-                // of the last two fetches half of the next block. The first one of them has to read this one, too.
+                // of the last two fetches half of the next block. Of two groups that is also the first one, which may
+                // still wait for this block; the second one alone would not be done with the next block in time.
                 const long half = g - (num_groups - 2);
                 if (num_groups > 1 && half >= 0) {
                     const T* ahead = next + half * (to - from) * PANEL / 2;
