@@ -72,6 +72,7 @@ struct SharedPrefixes {
         : lengths(shape.num_seqs) {
         for (long seq = 0; seq < shape.num_seqs; seq++)
             if (all_lengths[seq] >= MIN_PREFIX) order.push_back(seq);
+        if (order.size() < 2) return;
         const std::vector<long> common = sort_by_table(order, tables, all_lengths, shape);
         const long group = shape.heads / shape.kv_heads, min_count = std::max(2L, (MIN_ROWS + group - 1) / group);
         std::vector<Group> groups;
