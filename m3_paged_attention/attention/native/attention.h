@@ -162,7 +162,7 @@ void attend(const T* query, const K* keys, const K* values, const int32_t* table
                 } else {
                     Q* to = &converted[h * dim];
                     heads[h].query = to;
-                    if constexpr (IN_PAIRS<T, K>)
+                    if constexpr (IN_PAIRS<K>)
                         heads[h].scale *= quantize(from + h * dim, dim, to);
                     else
                         convert(from + h * dim, dim, to);

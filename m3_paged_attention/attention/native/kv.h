@@ -18,14 +18,14 @@ template <class K> constexpr bool SCALED = sizeof(K) == 1;
 template <class K> constexpr float LARGEST = std::is_same_v<K, fp8> ? 448.0f : sizeof(K) == 1 ? 127.0f : 32767.0f;
 template <class T, class K> constexpr bool IS_OWN = std::is_same_v<T, K>;
 
-// The type of queries for keys K. 16 bits with a scale are more precise than bfloat16, and multiplied in pairs.
+// The type of queries for keys K. 16 bits with a scale are far more precise than int8 keys, and multiplied in pairs.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-template <class T, class K> constexpr bool IN_PAIRS = IS_OWN<T, bfloat16> && IS_OWN<K, int8_t>;
+template <class K> constexpr bool IN_PAIRS = IS_OWN<K, int8_t>;
 #else
-template <class T, class K> constexpr bool IN_PAIRS = false;
+template <class K> constexpr bool IN_PAIRS = false;
 #endif
 template <class T, class K>
-using Query = std::conditional_t<IS_OWN<T, K>, T, std::conditional_t<IN_PAIRS<T, K>, int16_t, float>>;
+using Query = std::conditional_t<IS_OWN<T, K>, T, std::conditional_t<IN_PAIRS<K>, int16_t, float>>;
 
 // Call `run` with pointers to keys and values of their type.
 template <class T, class F> void with_type(int type, const void* keys, const void* values, F run) {
