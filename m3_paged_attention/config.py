@@ -44,8 +44,8 @@ class ModelConfig(SingleRequestModelConfig):
     first of these that can run."""
     quantization: Literal["int8"] | None = None
     """`int8`: the weights of the linear layers are quantized to eight bits while they are read (`int8_weight.py`): a
-    quarter or half of the memory, and one stream up to twice as fast; batches of eight requests or more are slower than
-    with bfloat16. For the backend `native`, in float32 and bfloat16, and for `torch`, which is slow. It applies to a
+    quarter or half of the memory, and one stream up to twice as fast; batches of sixteen requests or more gain no speed
+    over bfloat16. For the backend `native`, in float32 and bfloat16, and for `torch`, which is slow. It applies to a
     draft model as well."""
 
 

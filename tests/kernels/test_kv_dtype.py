@@ -28,11 +28,12 @@ def kv_dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.mark.parametrize(("heads", "page"), [((4, 2, 64), 16), ((3, 1, 32), 4), ((2, 2, 128), 5)], ids=str)
 def test_attention_over_each_format(backend, device, dtype, kv_dtype, heads, page) -> None:
-    """Over the numbers that are stored, as exactly as over the model's own."""
+    """Over the numbers that are stored, as exactly as over the model's own. A query for int8 keys may have 16 bits."""
     batch = paged_batch(
         heads, prefills=[(0, 20), (13, 70)], decodes=[1, 17, 40, 0], dtype=dtype, device=device, page=page
     )
-    check_attention(backend, in_kv_dtype(batch, kv_dtype), TOLERANCES)
+    has_16_bits = backend.name == "native" and kv_dtype == INT8
+    check_attention(backend, in_kv_dtype(batch, kv_dtype), TOLERANCES | ({torch.float32: 1e-4} if has_16_bits else {}))
 
 
 def vectors(dtype: torch.dtype, device: torch.device) -> Tensor:

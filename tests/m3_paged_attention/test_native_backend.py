@@ -337,9 +337,10 @@ def test_a_shared_prefix_is_read_once_for_all(backend, dtype, heads, page, kv_dt
     for rows in (range(9), range(10, 50)):
         share(batch, rows, 144)
     batch = in_kv_dtype(batch, kv_dtype or dtype)
+    bounds = {BF16: 8e-3} | ({FP32: 1e-4} if kv_dtype == torch.int8 else {})  # queries of 16 bits
     together = attend(backend, batch)
     for row in range(50):
-        assert_close(together[row], batch.expected[row], ATTENTION | {BF16: 8e-3})
+        assert_close(together[row], batch.expected[row], ATTENTION | bounds)
     torch.set_num_threads(2)
     assert torch.equal(attend(backend, batch), together)
     assert torch.equal(attend(backend, decode_row(batch, 9))[0], together[9]), "it shares nothing: no other bits"
