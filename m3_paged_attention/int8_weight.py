@@ -1,9 +1,9 @@
 """Weights of eight bits: whole numbers, and a scale for every 128 inputs of an output feature.
 
 One stream is as fast as its weights are read, so half the bytes of bfloat16 make it faster. Only the weights
-of linear layers are quantized; the kernels round hidden states to 16 bits at most. It is done while the files are read, tensor
-by tensor, so the whole model is never in memory in its own precision. The largest error of a weight is 1/254 of the
-largest weight in its group. llama.cpp: `Q8_0`, with groups of 32; vLLM: `quantization/`; SGLang: `w8a8_int8`, which
+of linear layers are quantized; the native kernels round hidden states to 16 bits. It is done while the files are read,
+tensor by tensor, so the whole model is never in memory in its own precision. The largest error of a weight is 1/254 of
+the largest weight in its group. llama.cpp: `Q8_0`, with groups of 32; vLLM: `quantization/`; SGLang: `w8a8_int8`, which
 also quantizes the hidden states.
 """
 
