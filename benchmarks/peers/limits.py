@@ -102,7 +102,7 @@ def engine_of(load: Load, model: Any) -> Any:
             "max_model_len": longest + 1,
         },
         "cache": {"max_total_tokens": load.shared + load.number * (longest - load.shared + 32) + 512},
-        "scheduler": {"max_num_seqs": 64},
+        "scheduler": {"max_num_seqs": 64, "max_num_batched_tokens": 512},
     }
     for name, value in own.items():
         settings["cache" if name == "kv_cache_dtype" else "model"][name] = value
