@@ -15,8 +15,10 @@ Outputs = list[int]
 
 
 class Stepwise:
-    """The engine of the last milestone, or of another. On a CPU its steps have 128 tokens by default, so that streams have
-    short gaps; here they have 512, and the others' have 256 (OpenVINO) to 2,048."""
+    """The engine of the last milestone, or of another.
+
+    On a CPU its steps have 128 tokens by default, for short gaps of streams; here 512, and the others 256 to 2,048.
+    """
 
     def __init__(self, spec: dict[str, Any]) -> None:
         import importlib
