@@ -46,8 +46,8 @@ def test_a_table_of_stepwise_alone_compares_with_nothing() -> None:
     loads["both"] = {"unit": "MiB", "medians": {"stepwise": 12.0, "vllm": 6.0}}
     results = {"loads": loads, "environment": environment(model=TEXT_MODEL, seed=1)}
     text = plain(HERE / "benchmarks" / "peers" / "table.md.jinja", results)
-    assert "| tok/s | tok/s | 12 | - | - | - | - | - |" in text and "| MiB | MiB | 12 | - | - | - | - | - |" in text
-    assert "| both | MiB | 12 | - | - | 6.00 | - | 0.50 |" in text
+    assert "| tok/s, tok/s | 12 | - | - | - | - | - |" in text and "| MiB, MiB | 12 | - | - | - | - | - |" in text
+    assert "| both, MiB | 12 | - | - | 6.00 | - | 0.50 |" in text
 
 
 def test_rows_of_another_environment_are_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
