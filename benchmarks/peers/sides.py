@@ -144,7 +144,7 @@ class OpenVino:
         self.genai, self.tensor, self.np = openvino_genai, openvino.Tensor, np
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.num_kv_blocks, scheduler.max_num_seqs = -(-spec["kv_tokens"] // 32), 64
-        scheduler.enable_prefix_caching = bool(spec["shared"])
+        scheduler.enable_prefix_caching = self.shares = bool(spec["shared"])
         precision = {"float32": "f32", "bfloat16": "bf16"}[spec["dtype"]]
         properties = {"INFERENCE_NUM_THREADS": spec["threads"], "INFERENCE_PRECISION_HINT": precision}
         properties["KV_CACHE_PRECISION"] = spec.get("kv", precision)
@@ -155,6 +155,8 @@ class OpenVino:
             self.genai.GenerationConfig(max_new_tokens=length, ignore_eos=True, do_sample=False) for length in outputs
         ]
         tensors = [self.tensor(self.np.array([prompt], dtype=self.np.int64)) for prompt in prompts]
+        if self.shares:  # a request finds only what was in the cache when it came
+            self.pipeline.generate(tensors[:1], [self.genai.GenerationConfig(max_new_tokens=1, do_sample=False)])
         return [list(each.m_generation_ids[0]) for each in self.pipeline.generate(tensors, configs)]
 
 

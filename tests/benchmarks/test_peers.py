@@ -93,4 +93,4 @@ def test_half_of_a_model_is_never_used(tmp_path: Path) -> None:
 @pytest.mark.exhaustive  # two processes
 def test_transformers_gets_our_tokens(tmp_path, capsys) -> None:
     assert main(["peers", "--only", "tiny: start", "--rounds", "1", "--threads", "1", "--output", str(tmp_path)]) == 0
-    assert "| tiny: start | s to the first token |" in capsys.readouterr().out
+    assert "| tiny: start, s to the first token |" in capsys.readouterr().out
