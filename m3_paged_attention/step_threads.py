@@ -23,7 +23,8 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.events import ThreadsChanged
 
 PERIOD_S = 0.2  # between two reads of the CPU times, whose unit is a hundredth of a second
-IDLE_S = 1.0  # after a longer pause, what others used meanwhile says nothing about the next step
+FIRST_PERIOD_S = 0.05  # until the first read after a pause: many requests take no longer
+IDLE_S = 1.0  # after a longer pause, what others used meanwhile does not predict what they use during the next step
 TAKEN, FREE = 0.5, 0.25
 """Fractions of a core: the engine stops using a core when others use more than `TAKEN` of it, and uses it again when
 others use less than `FREE`. Between the two, nothing changes."""
@@ -61,6 +62,7 @@ class StepThreads:
         self._other_cores = 0.0
         self._ended_at = clock()  # the last step
         self._read_at, self._read = self._ended_at, self._cpu_times()  # time and result of the last read
+        self._period_s = PERIOD_S
         self._last: tuple[int, int] | None = None  # threads of the last step, and unused cores at that time
         self.lowered: tuple[int, int] | None = None
         """The caller's number of threads and that of the step that runs, if they differ."""
@@ -68,7 +70,7 @@ class StepThreads:
     def choose(self, limit: int) -> int:
         """Return the number of threads of the next step, 1 to `limit`."""
         now = self._clock()
-        if limit > 1 and now - self._read_at >= PERIOD_S:
+        if limit > 1 and now - self._read_at >= self._period_s:
             self._update_cores(now, was_idle=now - self._ended_at > IDLE_S)
         return limit if self._read is None else max(1, min(limit, self._num_left))
 
@@ -95,10 +97,13 @@ class StepThreads:
     def _update_cores(self, now: float, *, was_idle: bool) -> None:
         """Read the CPU times, and compute the number of cores that others have used since the last read.
 
-        After a pause the number stays until the next read.
+        After a pause a step has all cores until the next read, which comes soon.
         """
         times = self._cpu_times()
-        if times is not None and self._read is not None and not was_idle:
+        self._period_s = FIRST_PERIOD_S if was_idle else PERIOD_S
+        if was_idle:
+            self._num_left = self._num_cores
+        elif times is not None and self._read is not None:
             others = (times.busy - self._read.busy) - (times.own - self._read.own)
             self._other_cores = max(0.0, others / (now - self._read_at))
             free = self._num_cores - self._other_cores

@@ -156,7 +156,8 @@ class ModelRunner:
         info, rows = batch.sampling_info, forward_batch.sampling
         assert rows is not None
         sampled = None
-        if drafts is None and last.shape[0] == len(batch.rids):
+        is_own = type(self.rejection_sampler) is RejectionSampler
+        if is_own and drafts is None and last.shape[0] == len(batch.rids):
             sampled = self.rejection_sampler.one_each.best(batch.rids, rows, self.model, last)
         if sampled is None:
             logits = self.model.compute_logits(last)  # [sum(sample_lens), vocab]

@@ -22,7 +22,7 @@ DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-vl"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(PagedModelConfig):
-    """m3's settings of the model, and how its steps are launched."""
+    """m3's settings of the model, and how its steps are launched. `quantization` leaves the vision tower as it is."""
 
     cuda_graphs: bool | None = None
     """Whether steps of few tokens are captured as CUDA graphs at the start, and replayed. None: on CUDA."""

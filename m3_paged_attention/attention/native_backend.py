@@ -197,6 +197,7 @@ class NativeLinear:
 
     def best_tokens(self, hidden: Tensor) -> list[int]:
         """Return the output feature with the largest value of each row; -1 if a value is not finite."""
+        assert hidden.shape[1] == self.in_features and hidden.dtype == self.dtype
         hidden, rows = hidden.contiguous(), hidden.shape[0]
         logits, tokens = hidden.new_empty(rows, self.out_features), torch.empty(rows, dtype=torch.int64)
         shape = rows, self.in_features, self.out_features, torch.get_num_threads()

@@ -20,7 +20,7 @@ TransportName = Literal["shared_memory", "in_process"]
 NumEngines = Annotated[int, Meta(ge=1, le=64)]
 HEARTBEAT_TIMEOUT_S = 15.0
 FIRST_ENGINE = "prefill-0"
-DEVICES = re.compile(r" *(cpu|cuda)(:[0-9]{1,2})? *(, *\1(:[0-9]{1,2})? *)*")
+DEVICES = re.compile(r" *(cpu|cuda)(:(0|[1-9][0-9]?))? *(, *\1(:(0|[1-9][0-9]?))? *)*")
 
 
 @dataclass(frozen=True, kw_only=True)

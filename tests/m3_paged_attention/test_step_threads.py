@@ -77,15 +77,16 @@ def test_a_core_that_others_use_is_left_to_them_until_it_is_free(others: list[fl
     assert chosen(others) == expected
 
 
-def test_after_a_pause_what_others_used_meanwhile_changes_nothing() -> None:
+def test_after_a_pause_a_step_has_all_cores_until_the_next_read() -> None:
+    """What others used meanwhile does not count, and requests that take a tenth of a second have a read, too."""
     machine = Machine()
     threads, numbers = machine.threads(), []
     torch.set_num_threads(2)
-    for seconds, others in ((60.0, 1.5), (0.1, 1.0), (0.2, 1.0), (60.0, 0.0), (0.1, 0.0), (0.2, 0.0)):
+    for seconds, others in ((60.0, 1.5), (0.1, 1.0), (0.1, 1.0), (60.0, 1.5), (0.04, 1.0), (0.1, 0.0), (60.0, 2.0)):
         machine.run(seconds, own=0.0, others=others)
         with threads:
             numbers.append(torch.get_num_threads())
-    assert numbers == [2, 2, 1, 1, 1, 2]
+    assert numbers == [2, 1, 1, 2, 2, 2, 2]
 
 
 def test_on_many_cores_each_core_in_use_is_one_thread_less() -> None:

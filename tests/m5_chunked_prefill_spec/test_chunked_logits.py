@@ -5,7 +5,6 @@ cut, and those of decodes in a mixed step against those of a step of decodes alo
 """
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +52,6 @@ class Listening:
                 first += count
             return sample(req_ids, info, logits, metadata, sample_lens, drafts)
 
-        heard.one_each = SimpleNamespace(best=lambda *_: None)  # type: ignore[attr-defined] # without logits
         runner.rejection_sampler = heard
 
     batch: ModelWorkerBatch

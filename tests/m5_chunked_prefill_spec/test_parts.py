@@ -15,6 +15,7 @@ from m5_chunked_prefill_spec import ConfigError, PartError
 from m5_chunked_prefill_spec.batch_composer import Work
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
+from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from tests.m5_chunked_prefill_spec.engines import (
     Guessing,
     MakeEngine,
@@ -78,3 +79,17 @@ def test_a_token_for_half_a_prompt_fails_its_request_alone(make_engine: MakeEngi
     assert isinstance(outputs["b"].error, PartError) and "returned 1 rows for request 'b'" in str(outputs["b"].error)
     check_answers(outputs, m1, {rid: asked for rid, asked in ASKED.items() if rid != "b"})
     check_drained(engine)
+
+
+def test_a_rejection_sampler_of_ones_own_sees_every_step_also_those_without_drafts(make_engine: MakeEngine) -> None:
+    """The tokens of greedy rows are found without logits, but not behind its back."""
+    calls: list[Any] = []
+
+    class Own(RejectionSampler):
+        def __call__(self, *arguments: Any) -> Any:
+            calls.append(arguments[-1])
+            return super().__call__(*arguments)
+
+    engine = make_engine({"rejection_sampler": Own}, **setting(8))
+    assert len(engine.generate([5, 6, 7], greedy(4)).token_ids) == 4
+    assert calls == [None] * 4

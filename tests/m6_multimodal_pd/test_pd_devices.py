@@ -44,6 +44,7 @@ PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
         ({"devices": "cuda:0,"}, "must be a list of GPUs, or of CPUs"),
         ({"devices": "cuda:0,meta"}, "must be a list of GPUs, or of CPUs"),
         ({"devices": "cuda:0,cuda:256"}, "must be a list of GPUs, or of CPUs"),
+        ({"devices": "cuda:0,cuda:01"}, "must be a list of GPUs, or of CPUs"),
         ({"devices": 2}, "must be a list of GPUs, or of CPUs"),
         (
             {"devices": "cpu,cpu", "address": "tcp://127.0.0.1:*", "key_file": "keys"},

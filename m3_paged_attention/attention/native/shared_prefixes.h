@@ -72,13 +72,14 @@ struct SharedPrefixes {
         : lengths(shape.num_seqs) {
         for (long seq = 0; seq < shape.num_seqs; seq++)
             if (all_lengths[seq] >= MIN_PREFIX) order.push_back(seq);
-        if (order.size() < 2) return;
+        const long group = shape.heads / shape.kv_heads, max_count = MAX_ROWS / group;
+        if (order.size() < 2 || max_count < 2) return;
         const std::vector<long> common = sort_by_table(order, tables, all_lengths, shape);
-        const long group = shape.heads / shape.kv_heads, min_count = std::max(2L, (MIN_ROWS + group - 1) / group);
+        const long min_count = std::max(2L, (MIN_ROWS + group - 1) / group);
         std::vector<Group> groups;
         add_best_groups(common, 0, order.size(), min_count, groups);
         if (groups.empty()) return;
-        const long max_count = std::max(1L, MAX_ROWS / group), wanted = (threads + shape.kv_heads - 1) / shape.kv_heads;
+        const long wanted = (threads + shape.kv_heads - 1) / shape.kv_heads;
         for (const auto& [begin, end, length] : groups) {
             for (long i = begin; i < end; i++) lengths[order[i]] = length;
             const long count = end - begin;
