@@ -5,7 +5,7 @@ formats a number: `{{ row.ttft | ms(1) }}`; `times` compares two sides by the se
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def templates(folder: Path) -> Environment:
     environment = Environment(
         loader=FileSystemLoader(folder), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= FILTERS | {"describe": describe}
+    environment.filters |= FILTERS | {"describe": describe, "times_with_range": times_with_range}
     return environment
 
 
@@ -55,6 +55,12 @@ def sections(template: Path, results: Row) -> str:
 def plain(template: Path, results: Row) -> str:
     """Return a template without sections, filled with results."""
     return templates(template.parent).get_template(template.name).render(results) + "\n"
+
+
+def times_with_range(above: Sequence[float], below: Sequence[float]) -> str:
+    """Return the median of the rounds' ratios, the smallest and the largest."""
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    return f"{ratio(above, below):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def describe(env: Row) -> str:

@@ -26,6 +26,7 @@ BESIDE = (
     ("benchmarks/results", "*.json"),
     ("benchmarks/results", "*.md"),
     ("m3_paged_attention/attention/native", "*.cpp"),
+    ("m3_paged_attention/attention/native", "*.h"),
 )
 """Folders beside docs/, and the pattern of those of their files that the site contains, too."""
 CLASSES = {"llm_engine": "llm_engine.LLMEngine", "request_stream": "request_stream.RequestStream"}

@@ -1,4 +1,4 @@
-"""Weights of eight bits: whole numbers, and a scale for every 128 inputs of an output feature.
+"""Weights of eight bits (int8 quantization): integers, and a scale for every 128 inputs of an output feature.
 
 One stream is as fast as its weights are read, so half the bytes of bfloat16 make it faster. Only the weights
 of linear layers are quantized; the native kernels round hidden states to 16 bits. It is done while the files are read,
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 128
-"""Inputs that share a scale; `SCALE_GROUP` of int8.h. Groups of 32 change log-probabilities a fifth less, and read 9 %
-more bytes (`benchmarks quantized`)."""
+"""Inputs that share a scale; `SCALE_GROUP` of int8.h. Groups of 32, on the torch backend, change log-probabilities a
+fifth less, and read 9 % more bytes (`benchmarks quantized`)."""
 AT_ONCE = 2**20
 """Maximum number of weights that are converted at a time, so that no second copy of a large one is needed."""
 

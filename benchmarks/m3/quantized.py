@@ -1,13 +1,14 @@
 """Linear layers: huge pages, weights of eight bits and what they change, from one layer to the speed of a model.
 
-One layer, larger than the caches: its weights on pages of 4 KiB, on huge pages, and quantized, in turns and with one
-thread, whose own time counts. The ratios are medians over the rounds.
+A linear layer of bfloat16 weights: on pages of 4 KiB, on huge pages, and quantized, in turns and with one thread, whose
+own time counts. Each call takes the next of twelve such layers (of int8: 24), so that none is in a cache. The ratios
+are medians over the rounds.
 
 Quality, with the embedded checkpoint: questions of its three skills that training never used, with the share of answers
 that are exactly right, the perplexity of the right answers, and the mean difference of a token's log-probability from
-that of float32, in questions and right answers. Groups of 32 inputs are measured with a patched constant. Speed, with
-the shape of Qwen3-0.6B and random weights: sides take turns, each in its own process, and a ratio is the median over
-the rounds.
+that of float32, in questions and right answers. Groups of 32 inputs are measured with a patched constant, on the torch
+backend. Speed, with the shape of Qwen3-0.6B and random weights: sides take turns, each in its own process, and a ratio
+is the median over the rounds.
 """
 
 import math

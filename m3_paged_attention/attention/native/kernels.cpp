@@ -3,7 +3,8 @@
 // They are compiled on the machine that runs them (native_library.py), so one source serves all processors. Sums are
 // in float32; those of int16 queries and int8 keys are in int32, which is exact. The result of a row never depends on
 // the other rows: a request gets bitwise the same numbers alone and in a batch, unless it shares a long prefix with
-// others (shared_prefixes.h). Then sums have another order, and in bfloat16 softmax weights are rounded, as in prompts.
+// others (shared_prefixes.h). Its prefix is then computed as in prompts: sums have another order, in bfloat16 softmax
+// weights are rounded, and with int8 KV queries are not rounded to 16 bits.
 //
 //     vectors.h          load, store, sum, exp
 //     linear.h           weights in panels, read once for up to six rows

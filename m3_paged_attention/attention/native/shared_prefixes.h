@@ -4,8 +4,9 @@
 // and values, which are read once for all of them. attention.h goes on behind it from the same sums, for each sequence
 // alone. vLLM and FlashInfer call this cascade attention.
 //
-// A sequence may share 16 tokens with all others, and 1,024 with some. It is in at most one group, and the groups are
-// those that save the most reads. They are the same in all layers of a step.
+// A sequence may share 128 tokens with all others, and 1,024 with some. It is in at most one group: either all are one
+// group, over 128 tokens, or those that share 1,024 are, whichever saves more reads. Groups are the same in all layers
+// of a step.
 
 #pragma once
 
@@ -21,8 +22,9 @@ constexpr long MAX_ROWS = 192;                         // queries of a tile
 struct Group { long begin, end, length; };  // sequences begin..end of an order, and the tokens that all of them share
 
 // --8<-- [start:add_best_groups]
-// Append the groups of begin..end that save the most reads, and return how many reads of a token they save. Sequences
-// are in an order in which i - 1 and i share common[i] tokens, and more distant ones the least of those between them.
+// Append either begin..end as one group, or the groups of its parts that share more tokens, whichever saves more reads;
+// requests outside these parts then read alone. Returns the number of reads of a token that are saved. Sequences are in
+// an order in which i - 1 and i share common[i] tokens, and more distant ones the least of those between them.
 inline long add_best_groups(const std::vector<long>& common, long begin, long end, long min_count,
                             std::vector<Group>& groups) {
     if (end - begin < min_count) return 0;
