@@ -11,17 +11,22 @@ from tempfile import TemporaryDirectory
 
 TOKEN = 77
 """The token of every step, an ordinary one."""
-WRITING = f"""
-void linear_float32(void*, void*, void*, float* y, long rows, long, long out, int) {{
-    for (float* end = y + rows * out; y < end; y += out) {{
+PRECISIONS = {"float32": ("float", "1"), "bfloat16": ("short", "0x3f80")}
+"""By precision: the type of a number, and one."""
+WRITING = "".join(
+    f"""
+void linear_{precision}(void*, void*, void*, {number}* y, long rows, long, long out, int) {{
+    for ({number}* end = y + rows * out; y < end; y += out) {{
         __builtin_memset(y, 0, out * sizeof *y);
-        y[{TOKEN} % out] = 1;
+        y[{TOKEN} % out] = {one};
     }}
 }}
-void best_tokens_float32(void*, void*, void*, void*, long* tokens, int, long rows, long, long out, int) {{
+void best_tokens_{precision}(void*, void*, void*, void*, long* tokens, int, long rows, long, long out, int) {{
     for (long r = 0; r < rows; r++) tokens[r] = {TOKEN} % out;
 }}
 """
+    for precision, (number, one) in PRECISIONS.items()
+)
 
 
 def source_of(names: Iterable[str]) -> str:

@@ -64,7 +64,7 @@ def limits(name: str, size: Size) -> Row:
 
 
 def answered(name: str, rounds: int, threads: int, *, without_kernels: bool = False) -> Row:
-    """Return the median seconds of a load, and the operations and bytes of each of its steps."""
+    """Return the median seconds of a load, and, with kernels, the operations and bytes of each of its steps."""
     load, params = LOADS[name], {"temperature": 0, "ignore_eos": True}
     torch.set_num_threads(threads)
     with TemporaryDirectory() as folder, empty_kernels() if without_kernels else nullcontext():
@@ -81,13 +81,14 @@ def answered(name: str, rounds: int, threads: int, *, without_kernels: bool = Fa
             engine.flush_cache()
             began = time.perf_counter()
             found = engine.generate_batch(prompts, each, progress=False).values()
+            assert all(output.finish_reason == "length" for output in found), "a request has failed"
             if load.unit == AFTER_FIRST:
                 began += max(output.metrics.time_to_first_token for output in found)
             return time.perf_counter() - began
 
         answer()
         seconds = statistics.median(answer() for _ in range(rounds))
-        steps = costs(engine, load, shape, answer)
+        steps = [] if without_kernels else costs(engine, load, shape, answer)
         engine.close()
     return {"seconds": seconds, "steps": steps}
 

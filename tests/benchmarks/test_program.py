@@ -84,9 +84,10 @@ def test_kernels_that_compute_nothing_have_the_names_of_the_measured_checkout(tm
         native_library.build(native_library.find_compiler(), tmp_path / "empty.so")
     library = native_library.open_library(tmp_path / "empty.so")
     assert not hasattr(library, "run_layers_float32")
-    logits = torch.full((2, 100), torch.nan)
-    library.linear_float32(None, None, None, logits.data_ptr(), 2, 4, 100, 1)
-    assert logits.argmax(-1).tolist() == [TOKEN, TOKEN] and logits.sum() == 2
+    for linear, dtype in ((library.linear_float32, torch.float32), (library.linear_bfloat16, torch.bfloat16)):
+        logits = torch.full((2, 100), torch.nan, dtype=dtype)
+        linear(None, None, None, logits.data_ptr(), 2, 4, 100, 1)
+        assert logits.argmax(-1).tolist() == [TOKEN, TOKEN] and logits.sum() == 2
 
 
 @WITH_COMPILER
