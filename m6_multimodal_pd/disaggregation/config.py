@@ -16,6 +16,7 @@ from m1_single_request.errors import ConfigError, shown
 from m1_single_request.field_rules import NonNegativeInt, PositiveInt, check_fields
 from m5_chunked_prefill_spec.config import PositiveFloat
 
+Role = Literal["prefill", "decode", "both"]
 TransportName = Literal["shared_memory", "in_process"]
 NumEngines = Annotated[int, Meta(ge=1, le=64)]
 HEARTBEAT_TIMEOUT_S = 15.0
@@ -25,18 +26,21 @@ DEVICES = re.compile(r" *(cpu|cuda)(:(0|[1-9][0-9]?))? *(, *\1(:(0|[1-9][0-9]?))
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggregationConfig:
-    """Prefill engines and decode engines in place of one engine that does both. Each has the whole configuration of the
-    engine: its own KV memory, prefix cache and limits."""
+    """Engines behind a router, in place of one engine: prefill engines and decode engines, or engines that do both.
+    Each has the whole configuration of the engine: its own KV memory, prefix cache and limits."""
 
     prefill: NumEngines = 1
     """Engines that compute prompts."""
     decode: NumEngines = 1
     """Engines that compute answers."""
+    both: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Engines that compute prompts and answers, in place of those above."""
     devices: str | None = None
     """Devices of the engines, such as `cuda:0,cuda:1`: one for each, those of the prefill engines first. None: all
     engines are on the device of the model. Engines on one device divide its memory: each takes an equal part of
     `gpu_memory_utilization`."""
-    transport: TransportName = "shared_memory"
+    transport: Role = Literal["prefill", "decode", "both"]
+TransportName = "shared_memory"
     """`shared_memory`: each engine is a process of this host. `in_process`: all of them run in this one, in turns, for
     tests and lessons."""
     transfer_buffer_bytes: PositiveInt = 64 * 2**20
@@ -68,6 +72,8 @@ class DisaggregationConfig:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         check_path("key_file", self.key_file, optional=True)
+        if self.both and (self.prefill, self.decode) != (1, 1):
+            raise ConfigError(f"both={self.both}: prefill and decode have no effect, because all engines do both")
         if self.address is not None and not isinstance(self.address, str):
             raise ConfigError(f"address={shown(self.address)} must be a text such as tcp://127.0.0.1:5600")
         if (self.address is None) != (self.key_file is None):
@@ -80,17 +86,22 @@ class DisaggregationConfig:
             return
         if self.address is not None:
             raise ConfigError("devices has no effect on a router whose engines are started by hand: give it to them")
-        named, num_engines = len(parsed_devices(self.devices)), self.prefill + self.decode
+        named, num_engines = len(parsed_devices(self.devices)), sum(self.engines.values())
         if named != num_engines:
             raise ConfigError(
                 f"devices={shown(self.devices)} names {named}, and the group has {num_engines} engines "
-                f"(prefill={self.prefill}, decode={self.decode}): name one for each"
+                f"({', '.join(f'{role}={number}' for role, number in self.engines.items())}): name one for each"
             )
+
+    @property
+    def engines(self) -> dict[Role, int]:
+        """Number of engines of each role that the group has."""
+        return {"both": self.both} if self.both else {"prefill": self.prefill, "decode": self.decode}
 
     def num_engines_on(self, device: torch.device) -> int:
         """Return the number of engines on the device of one of them. Raises `ConfigError` if `devices` lacks it."""
         if self.devices is None:
-            return self.prefill + self.decode
+            return sum(self.engines.values())
         number = parsed_devices(self.devices).count((device.type, device.index or 0))
         if number == 0:
             raise ConfigError(f"device={device} is not one of devices={shown(self.devices)} of the group")

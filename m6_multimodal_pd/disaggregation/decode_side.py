@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import msgspec
 
-from m1_single_request.request import FinishError
-from m1_single_request.sampler import LogprobRow, SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide, InFlight, Occupied
 from m6_multimodal_pd.disaggregation.events import ChunkReceived, RoomTaken
 from m6_multimodal_pd.disaggregation.poll import KVReceiver
-from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT, row_of
+from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Chunk,
     Decode,
@@ -27,10 +26,9 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Preallocated,
     Received,
     Taken,
-    Tokens,
 )
 from m6_multimodal_pd.disaggregation.staging import StagedTarget
-from m6_multimodal_pd.errors import TransferError, WireError
+from m6_multimodal_pd.errors import TransferError
 
 
 class DecodeSide(EngineSide[KVReceiver]):
@@ -88,7 +86,7 @@ class DecodeSide(EngineSide[KVReceiver]):
         for occupied in list(self.rooms.values()):
             self._report(occupied)
             if occupied.req.is_finished:
-                self.leave(occupied)
+                self.free(occupied)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -154,30 +152,11 @@ class DecodeSide(EngineSide[KVReceiver]):
             self.say(occupied.peer, Received(occupied.room))
 
     def _report(self, occupied: Occupied[KVReceiver]) -> None:
-        """Send the tokens that the router does not have."""
-        req, first = occupied.req, occupied.num_reported
-        new = req.output_ids[first:]
-        if not new:
-            return
-        came, occupied.first_token = occupied.first_token, None
-        logprobs: tuple[LogprobRow | None, ...] = (None,) * len(new)
-        if req.sampling_params.logprobs is not None:
-            logprobs = tuple(map(row_of, req.sequence.output_logprobs[first:]))
-        tokens = Tokens(
-            room=occupied.room,
-            first=first,
-            token_ids=tuple(new),
-            logprobs=logprobs,
-            prompt_logprobs=came.prompt_logprobs if came is not None else None,
-            cached_tokens=came.cached_tokens if came is not None else 0,
-            num_draft_tokens=req.num_draft_tokens,
-            num_accepted_tokens=req.num_accepted_tokens,
-        )
-        occupied.num_reported = first + len(new)
-        try:
-            self.send(tokens)
-        except WireError as error:  # log-probabilities may be too large for a message
-            self.core.scheduler.finish_requests([req.rid], FinishError(error))
+        """Send the tokens that the router does not have, the first ones with what came with the KV."""
+        if len(occupied.req.output_ids) > occupied.num_reported:
+            came, occupied.first_token = occupied.first_token, None
+            of_first = (0, None) if came is None else (came.cached_tokens, came.prompt_logprobs)
+            self.report(occupied, *of_first)
 
 
 def without_prompt_logprobs(job: Job) -> Job:

@@ -12,24 +12,26 @@ from typing import Any
 
 import msgspec
 
+from m1_single_request.request import Request
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.worker import current_device
+from m6_multimodal_pd.disaggregation.config import Role
 from m6_multimodal_pd.disaggregation.decode_scheduler import DecodeScheduler
 from m6_multimodal_pd.disaggregation.decode_side import DecodeSide
-from m6_multimodal_pd.disaggregation.engine_side import EngineSide
 from m6_multimodal_pd.disaggregation.first_token import FirstTokenOnly
 from m6_multimodal_pd.disaggregation.members import vocabulary_of
 from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltExecutor
 from m6_multimodal_pd.disaggregation.prefill_scheduler import PrefillScheduler
 from m6_multimodal_pd.disaggregation.prefill_side import PrefillSide
+from m6_multimodal_pd.disaggregation.room_side import BothSide, RoomSide
 from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Answer,
     Call,
     Joined,
     LengthFitted,
-    Role,
     ToEngine,
     ToRouter,
 )
@@ -86,8 +88,10 @@ class Engine:
         drafts = [] if runner.draft_runner is None else [runner.draft_runner.kv]
         self.store = store = PageStore([runner.kv, *drafts])
         self.on_device = current_device(store.device)  # not the worker's, which is entered inside of it
-        self.side: EngineSide[Any]
-        if self.role == "prefill":
+        self.side: RoomSide[Any]
+        if self.role == "both":
+            self.side = BothSide(core=core, send=self.send)
+        elif self.role == "prefill":
             in_buffer = max(config.disaggregation.transfer_buffer_bytes // store.page_bytes, 1)
             frames = min(in_buffer, store.num_pages)  # more can never be in transit
             source = StagedSource(store, self.segments, num_frames=frames, checksums=config.cache.debug)
@@ -113,7 +117,7 @@ class Engine:
     def has_work(self) -> bool:
         """Return whether a step would do anything: not while all requests wait for another engine."""
         scheduler = self.core.scheduler
-        return bool(scheduler.marked) or len(scheduler.requests) > len(scheduler.elsewhere)
+        return bool(scheduler.marked) or len(scheduler.requests) > len(self.side.elsewhere)
 
     def tick(self, messages: Iterable[ToEngine] = ()) -> bool:
         """Handle messages, run a step if there is one to run, and send its results. Returns whether a step ran.
@@ -143,7 +147,7 @@ class Engine:
         """Release all memory."""
         if self.core is not None:
             with self.on_device:
-                self.side.transport.close()
+                self.side.close()
             self.core.close()
 
     def _answer(self, call: Call) -> None:
@@ -176,11 +180,23 @@ class Engine:
 
 def config_for(role: Role, config: Any) -> Any:
     """Return the configuration of an engine of this role. One that only computes prompts captures no decode steps."""
-    return config if role == "decode" else replace(config, model=replace(config.model, cuda_graphs=False))
+    return config if role != "prefill" else replace(config, model=replace(config.model, cuda_graphs=False))
+
+
+class IdsOnly(OutputProcessor):
+    """m3's output processor without texts (`visible_text`), which the router makes. Stop strings alone need texts here
+    (`StopChecker`)."""
+
+    def visible_text(self, request: Request) -> str:
+        """Return an empty text."""
+        return ""
 
 
 def parts_for(role: Role, parts: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the parts of an engine of this role."""
+    parts = {**parts, "output_processor": IdsOnly}
+    if role == "both":
+        return parts
     if role == "decode":
         return {**parts, "scheduler": DecodeScheduler}
     first_token_only = lambda **settings: FirstTokenOnly(parts["stop_checker"](**settings))  # noqa: E731

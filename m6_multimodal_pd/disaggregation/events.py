@@ -164,6 +164,8 @@ class RequestRouted(Event):
 
     def explain(self) -> str:
         again = f" (attempt {self.attempt}, behind {some(self.num_output_tokens, 'token')})" if self.attempt > 1 else ""
+        if self.prefill == self.decode:
+            return f"{self.rid} goes to {self.decode}{again}."
         return f"{self.rid} goes to {self.prefill} for its prompt, and to {self.decode} for its answer{again}."
 
 

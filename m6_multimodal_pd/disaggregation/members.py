@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
+from m6_multimodal_pd.disaggregation.config import Role
 from m6_multimodal_pd.disaggregation.runtime.jobs import error_of
-from m6_multimodal_pd.disaggregation.runtime.messages import Answer, Joined, LengthFitted, Role
+from m6_multimodal_pd.disaggregation.runtime.messages import Answer, Joined, LengthFitted
 
 COMPARED = ("page_size", "layout", "max_model_len", "model")
 

@@ -15,7 +15,7 @@ from m6_multimodal_pd.disaggregation.engine_side import EngineSide, InFlight, Oc
 from m6_multimodal_pd.disaggregation.events import ChunkSent
 from m6_multimodal_pd.disaggregation.first_token import TAKEN_OVER
 from m6_multimodal_pd.disaggregation.poll import KVPoll, KVSender
-from m6_multimodal_pd.disaggregation.runtime.jobs import row_of
+from m6_multimodal_pd.disaggregation.runtime.jobs import row_of, rows_of_prompt
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Chunk,
     FirstToken,
@@ -67,7 +67,7 @@ class PrefillSide(EngineSide[KVSender]):
             self._say_ready()
         for occupied in list(self.rooms.values()):
             if occupied.req.is_finished:
-                self.leave(occupied)
+                self.free(occupied)
             elif not occupied.transfer.state.is_final and occupied.req.to_finish is None:
                 try:
                     self._send_pages(occupied)
@@ -129,12 +129,11 @@ class PrefillSide(EngineSide[KVSender]):
 
     def _first_token(self, occupied: Occupied[KVSender]) -> FirstToken:
         sequence = occupied.req.sequence
-        rows = None if sequence.prompt_logprobs is None else map(row_of, sequence.prompt_logprobs)
         return FirstToken(
             room=occupied.room,
             num_chunks=occupied.transfer.num_chunks,
             token_id=sequence.output_token_ids[-1],
             logprobs=row_of(sequence.output_logprobs[-1]),
-            prompt_logprobs=None if rows is None else tuple(row for row in rows if row is not None),
+            prompt_logprobs=rows_of_prompt(occupied.req),
             cached_tokens=occupied.req.cached_tokens,
         )

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import get_args
 
 from m1_single_request.errors import EngineError
 from m1_single_request.events import RequestAdded
@@ -22,7 +21,7 @@ from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
-from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, Role
 from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, EngineRefused, Reported, RequestRouted
 from m6_multimodal_pd.disaggregation.members import Member, incompatibility, length_incompatibility, load_of
 from m6_multimodal_pd.disaggregation.runtime.jobs import error_of, job_of
@@ -33,13 +32,13 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Cancel,
     Decode,
     Ended,
+    Generate,
     Joined,
     LengthFitted,
     LengthFixed,
     PeerLost,
     Prefill,
     Relay,
-    Role,
     StepEvents,
     ToEngine,
     Tokens,
@@ -56,7 +55,7 @@ WATCHDOG_GRACE_S = 30.0
 
 @dataclass(eq=False)
 class Attempt:
-    """An attempt at a request: a room and its two engines."""
+    """An attempt at a request: a room and its two engines, or one that is both."""
 
     room: int
     req: Req
@@ -315,10 +314,10 @@ class Router:
         tried = () if earlier is None else (earlier.prefill, earlier.decode)
         prefill, decode = (
             min(self.of_role(role), key=lambda member: (member.name in tried, *load_of(member)), default=None)
-            for role in get_args(Role)
+            for role in (("both", "both") if self.config.both else ("prefill", "decode"))
         )
         if prefill is None or decode is None:
-            role = "prefill" if prefill is None else "decode"
+            role = "both" if self.config.both else "prefill" if prefill is None else "decode"
             if not self.links.coming(role):
                 self.finish_requests([req.rid], FinishError(EngineLostError(f"there is no {role} engine left")))
             return
@@ -346,6 +345,8 @@ class Router:
         """Send a request to its two engines; mark it to end if no message holds it."""
         room, job = attempt.room, job_of(attempt.req)
         try:
+            if self.config.both:
+                return self.send(attempt.decode, Generate(room, job))
             self.send(attempt.decode, Decode(room, job, attempt.prefill))
             if room in self.attempts:  # else the decode engine was found to be gone
                 self.send(attempt.prefill, Prefill(room, job, attempt.decode))

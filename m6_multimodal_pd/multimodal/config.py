@@ -6,6 +6,7 @@ needs to read an image (`media_process.py`). vLLM: `MultiModalConfig`, `EncoderC
 `--mm-...` of `ServerArgs`, `SGLANG_VLM_CACHE_SIZE_MB`, `SGLANG_IO_WORKERS`.
 """
 
+import re
 import sys
 from dataclasses import dataclass
 from typing import Annotated
@@ -19,6 +20,7 @@ URL_SCHEMES = ("file", "http", "https")
 ENCODER_BUDGETS = {"cpu": 1024, "cuda": 16384}
 """By the kind of device: maximum number of image tokens encoded per step."""
 Seconds = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+HOST = re.compile(r"[0-9A-Za-z._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 NumProcesses = Annotated[int, Meta(ge=0, le=64)]
 
 
@@ -29,6 +31,9 @@ class MultimodalConfig:
     allowed_url_schemes: tuple[str, ...] = ()
     """Schemes of URLs that are read: `file`, `http`, `https`. None of them by default: a URL makes the engine read what
     its sender cannot reach. `data:` URLs contain their image and are always accepted."""
+    allowed_url_hosts: tuple[str, ...] | None = None
+    """Hosts that `http` and `https` URLs may name, also after a redirect; they are reached without a proxy, and only at
+    public addresses. None: all hosts, at all addresses."""
     url_timeout_s: Seconds = 10.0
     """Timeout of a URL in seconds, up to its last byte and including all redirects."""
     max_items: PositiveInt = 16
@@ -53,7 +58,8 @@ class MultimodalConfig:
     embedding_cache_bytes: PositiveInt = 128 * 2**20
     """Memory for embeddings, which are kept for later requests until others need it. Unlike KV they are shared across
     `cache_salt`s: the time to a first token may show that another request had the same image."""
-    num_media_processes: NumProcesses = 0
+    num_media_processes: HOST = re.compile(r"[0-9A-Za-z._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
+NumProcesses = 0
     """Processes that fetch, decode and resize images, so that no step of other requests waits for that. They start with
     the first image. A request then waits in front of the queue until its images are read, and one whose image cannot be
     used ends with `finish_reason="error"`. 0: the call that adds a request reads its images, and raises the error."""
@@ -61,12 +67,20 @@ class MultimodalConfig:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         check_schemes(self.allowed_url_schemes)
+        check_hosts(self.allowed_url_hosts)
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ConfigError(f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}")
 
     def budget(self, device_type: str) -> int:
         """Return the maximum number of image tokens encoded per step on a device of this type."""
         return self.encoder_budget or ENCODER_BUDGETS.get(device_type, ENCODER_BUDGETS["cpu"])
+
+
+def check_hosts(hosts: object) -> None:
+    """Raise `ConfigError` unless these are names of hosts, without ports, or None."""
+    is_list = isinstance(hosts, tuple | list | frozenset | set)
+    if hosts is not None and not (is_list and all(isinstance(host, str) and HOST.fullmatch(host) for host in hosts)):
+        raise ConfigError(f"allowed_url_hosts={shown(hosts)} must be a tuple of names, such as ('images.example.org',)")
 
 
 def check_schemes(schemes: object) -> None:

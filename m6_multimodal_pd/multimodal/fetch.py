@@ -2,8 +2,8 @@
 
 A URL makes this machine read data that its sender cannot reach: files, the local network, the metadata address of a
 cloud. So `file`, `http` and `https` are rejected until `MultimodalConfig` allows them, a redirect is followed only to
-an allowed URL, and no more bytes than the limit are read. An allowed `https` means every host; a firewall must restrict
-it further. vLLM: `MediaConnector` (`multimodal/media`), with `allowed_local_media_path` and `allowed_media_domains`;
+an allowed URL, and no more bytes than the limit are read. An allowed `https` means every host, unless
+`allowed_url_hosts` names some: then addresses are checked, too (`fetch_address.py`). vLLM: `MediaConnector` (`multimodal/media`), with `allowed_local_media_path` and `allowed_media_domains`;
 SGLang: `load_image` in `utils/common.py`.
 """
 
@@ -32,6 +32,8 @@ from m6_multimodal_pd.multimodal.config import URL_SCHEMES, MultimodalConfig
 from m6_multimodal_pd.multimodal.fetch_deadline import Deadline, TimedHandler
 
 CHUNK = 65536
+WEB = ("http", "https")
+OTHER_HOST = "its host is not one of allowed_url_hosts of MultimodalConfig"
 
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)
 KNOWN_SCHEMES = frozenset({"data", "ftp", "javascript", *URL_SCHEMES})
@@ -106,7 +108,20 @@ def check_url(url: str, config: MultimodalConfig, what: str) -> str:
         raise InvalidMediaError(f"{what}: {shown(url)} is not an accepted URL; accepted are {known}")
     if scheme != "data" and scheme not in config.allowed_url_schemes:
         raise InvalidMediaError(f"{what}: {refusal(scheme)}; the URL is {shown(url)}")
+    if scheme in WEB and not is_allowed_host(url, config):
+        raise InvalidMediaError(f"{what}: {OTHER_HOST}; the URL is {shown(url)}")
     return scheme
+
+
+def is_allowed_host(url: str, config: MultimodalConfig) -> bool:
+    """Return whether the host of a URL is among `allowed_url_hosts`, if these are given."""
+    if config.allowed_url_hosts is None:
+        return True
+    try:
+        host = urlsplit(url).hostname
+    except ValueError:
+        return False
+    return host in {allowed.lower() for allowed in config.allowed_url_hosts}
 
 
 def refusal(scheme: str) -> str:
@@ -171,7 +186,9 @@ def _opener(config: MultimodalConfig, what: str, deadline: Deadline) -> OpenerDi
     """Return an opener for http and https only: the one that urllib builds would also open files and ftp."""
     director = OpenerDirector()
     ends = HTTPErrorProcessor(), UnknownHandler(), HTTPDefaultErrorHandler()
-    for handler in (TimedHandler(deadline), ProxyHandler(), _Redirects(config, what), *ends):
+    is_public_only = config.allowed_url_hosts is not None
+    proxies = ProxyHandler({} if is_public_only else None)
+    for handler in (TimedHandler(deadline, is_public_only), proxies, _Redirects(config, what), *ends):
         director.add_handler(handler)
     return director
 
@@ -185,13 +202,15 @@ class _Redirects(HTTPRedirectHandler):
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> Request | None:
-        """Return a request for `newurl`. Raises `InvalidMediaError` unless its scheme is allowed."""
+        """Return a request for `newurl`. Raises `InvalidMediaError` unless its scheme and its host are allowed."""
         fp.close()  # urllib would read all that came with the redirect
         scheme = scheme_of(newurl) or ""
-        is_web = scheme in ("http", "https")
+        is_web = scheme in WEB
         if not is_web or scheme not in self.config.allowed_url_schemes:
             why = refusal(scheme) if is_web else "that is refused"
             raise InvalidMediaError(
                 f"{self.what}: {shown(req.full_url)} cannot be read: it leads to {shown(newurl)}: {why}"
             )
+        if not is_allowed_host(newurl, self.config):
+            raise InvalidMediaError(f"{self.what}: it leads to another URL: {OTHER_HOST}; that is {shown(newurl)}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)

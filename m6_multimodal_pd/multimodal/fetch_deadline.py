@@ -13,6 +13,8 @@ from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.request import HTTPHandler, HTTPSHandler, Request
 
+from m6_multimodal_pd.multimodal.fetch_address import connect_to_public
+
 LONGEST_S = 1e6  # a socket's timeout is a C integer of nanoseconds
 
 
@@ -68,9 +70,10 @@ class _Response(HTTPResponse):
 class TimedHandler(HTTPHandler, HTTPSHandler):
     """urllib's handlers for http and https; a connection has one deadline for all that it reads."""
 
-    def __init__(self, deadline: Deadline) -> None:
+    def __init__(self, deadline: Deadline, is_public_only: bool) -> None:
+        """`is_public_only`: whether to connect to public addresses only."""
         super().__init__()
-        self.deadline = deadline
+        self.deadline, self.is_public_only = deadline, is_public_only
 
     def http_open(self, req: Request) -> HTTPResponse:
         return self.do_open(partial(self._connection, HTTPConnection), req)
@@ -82,4 +85,6 @@ class TimedHandler(HTTPHandler, HTTPSHandler):
         """Return a connection whose responses are read until the deadline."""
         connection: Any = kind(host, **settings | {"timeout": self.deadline.left()})
         connection.response_class = partial(_Response, deadline=self.deadline)
+        if self.is_public_only:
+            connection._create_connection = connect_to_public  # which http.client has for its own tunnels
         return connection

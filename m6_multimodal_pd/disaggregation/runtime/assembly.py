@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, get_args
+from typing import Any
 
 from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError
@@ -25,7 +25,7 @@ from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys
 from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.runtime.jobs import error_of
 from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks
-from m6_multimodal_pd.disaggregation.runtime.messages import LengthFitted, Role
+from m6_multimodal_pd.disaggregation.runtime.messages import LengthFitted
 from m6_multimodal_pd.disaggregation.runtime.processes import ProcessLinks
 from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
 from m6_multimodal_pd.errors import EngineLostError
@@ -106,8 +106,8 @@ def links_of(config: Any, parts: Mapping[str, Any], prepare: Callable[..., Any])
 def start_engines(links: LocalLinks | SocketLinks, group: DisaggregationConfig) -> None:
     """Start the engines of the group. Raises `EngineLostError` if a process cannot be started."""
     if isinstance(links, LocalLinks | ProcessLinks):
-        for role in get_args(Role):
-            for number in range(getattr(group, role)):
+        for role, number_of in group.engines.items():
+            for number in range(number_of):
                 links.start(f"{role}-{number}", role)
 
 
@@ -118,7 +118,7 @@ def await_engines(router: Router, engines: Mapping[str, LengthFitted | Member], 
     before the deadline. An engine that a user has started may end: another one may come.
     """
     group = router.config
-    expected = Counter({role: getattr(group, role) for role in get_args(Role)})
+    expected = Counter(group.engines)
     while missing := expected - Counter(engine.role for engine in engines.values()):
         for name, why, fault in router.links.lost():
             if group.address is None:

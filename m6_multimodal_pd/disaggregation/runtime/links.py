@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from m1_single_request.errors import ConfigError, EngineDeadError, EngineError
+from m6_multimodal_pd.disaggregation.config import Role
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
-from m6_multimodal_pd.disaggregation.runtime.messages import Fault, LengthFixed, Role, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import Fault, LengthFixed, ToEngine, ToRouter
 from m6_multimodal_pd.errors import PeerLostError
 
 
@@ -42,6 +43,9 @@ class Links(Protocol):
 
     def refuse(self, name: str, why: str) -> None:
         """Reject an engine that does not fit, and end it."""
+
+    def wake(self) -> None:
+        """End the wait of `receive`, called by another thread."""
 
     def coming(self, role: str) -> bool:
         """Return whether an engine of this role has joined, or will join without the user's help."""
@@ -108,6 +112,9 @@ class LocalLinks:
             self._lost.append(Lost(name, why, fault))
             self.engines.pop(name).close()
             del self._to[name]
+
+    def wake(self) -> None:
+        """Do nothing: `receive` does not wait."""
 
     def refuse(self, name: str, why: str) -> None:
         self.drop(name, why, fault_of(ConfigError(why)))

@@ -12,10 +12,10 @@ import msgspec
 
 from m1_single_request.sampler import LogprobRow
 from m1_single_request.sampling_params import SamplingParams
+from m6_multimodal_pd.disaggregation.config import Role
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs
 
-Role = Literal["prefill", "decode"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Count32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -78,6 +78,13 @@ class Decode(Message, frozen=True):
     room: Room
     job: Job
     peer: Name
+
+
+class Generate(Message, frozen=True):
+    """Compute the prompt of a request, and the answer."""
+
+    room: Room
+    job: Job
 
 
 class Cancel(Message, frozen=True):
@@ -331,5 +338,5 @@ class Order(Value, frozen=True):
 
 
 PeerMessage = Preallocated | Offer | Chunk | Taken | FirstToken | Received | RoomFailed
-ToEngine = Prefill | Decode | Cancel | PeerLost | Probe | Refused | LengthFixed | Relay | Call
+ToEngine = Prefill | Decode | Generate | Cancel | PeerLost | Probe | Refused | LengthFixed | Relay | Call
 ToRouter = LengthFitted | Joined | Failed | Heartbeat | StepEvents | Tokens | Ended | Answer | Relay

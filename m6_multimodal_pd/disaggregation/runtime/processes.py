@@ -23,12 +23,12 @@ import torch
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.held_interrupt import HeldInterrupt
-from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, on_own_device
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, Role, on_own_device
 from m6_multimodal_pd.disaggregation.runtime.config_json import to_json
 from m6_multimodal_pd.disaggregation.runtime.credentials import GroupKeys
 from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
 from m6_multimodal_pd.disaggregation.runtime.links import Lost
-from m6_multimodal_pd.disaggregation.runtime.messages import Failed, Fault, Joined, Order, Role, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import Failed, Fault, Joined, Order, ToRouter
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import remove_leftovers
 from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
 from m6_multimodal_pd.disaggregation.runtime.sockets import LOOPBACK
@@ -45,6 +45,8 @@ REAP_TIMEOUT_S = 1.0
 """Seconds that the system may take to end all processes that were killed because the group was dropped."""
 RESTART_WINDOW_S = 3600.0
 """`max_restarts` counts within this time."""
+LONGEST_DELAY_S = 60.0
+"""Longest delay of a restart."""
 
 
 class Child:
@@ -126,6 +128,8 @@ class ProcessLinks(SocketLinks):
         self._group, self._folder = secrets.token_hex(6), os.getcwd()
         self._engine_keys = keys.engines
         self.children: dict[str, Child] = {}
+        self.due: dict[str, tuple[Role, float]] = {}
+        """Engines to be started again: role, and the time in monotonic seconds."""
         when_dropped(self, _kill, self.children, self.restarts)
 
     def start(self, name: str, role: Role) -> None:
@@ -149,7 +153,8 @@ class ProcessLinks(SocketLinks):
 
     def coming(self, role: str) -> bool:
         """Return whether a process of this role runs; one that dies is started anew."""
-        return any(child.order.role == role for child in self.children.values())
+        due = [due_role for due_role, _ in self.due.values()]
+        return role in due or any(child.order.role == role for child in self.children.values())
 
     def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
         """Return messages; drop an engine that cannot be built, with its error."""
@@ -174,6 +179,11 @@ class ProcessLinks(SocketLinks):
                 self._replace(name, child)
         for unreachable in super().lost():
             self.drop(unreachable.name, unreachable.why)
+        for name, (role, at) in list(self.due.items()):
+            if time.monotonic() >= at:
+                del self.due[name]
+                with suppress(EngineLostError):  # no room for another process: there is one engine less
+                    self.start(name, role)
         return found
 
     def drop(self, name: str, why: str) -> None:
@@ -186,17 +196,19 @@ class ProcessLinks(SocketLinks):
             self.children[name].drop(why, fault_of(ConfigError(why)))
 
     def _replace(self, name: str, child: Child) -> None:
-        """Remove the leftovers of an ended process; start another one in its place, unless that was done too often."""
+        """Remove the leftovers of an ended process; let another one start in its place, unless that was done too
+        often."""
         child.end(0.0)
         self.socket.forget(name)
         del self.children[name]
         first = name.partition("_")[0]
         if (again := self.restarts.next(first)) is not None:
-            with suppress(EngineLostError):  # the machine has no room for another process: there is one engine less
-                self.start(f"{first}_{again}", child.order.role)
+            number, delay_s = again
+            self.due[f"{first}_{number}"] = child.order.role, time.monotonic() + delay_s
 
     def close(self) -> None:
         """Ask all engines to end, and wait; kill those that do not. May be called twice."""
+        self.due.clear()
         super().close()
         deadline = time.monotonic() + END_TIMEOUT_S
         for name, child in list(self.children.items()):
@@ -231,17 +243,19 @@ def _kill(children: dict[str, Child], restarts: "RestartLimit") -> None:
 
 
 class RestartLimit:
-    """Limit for the restarts of each engine within RESTART_WINDOW_S. systemd: `StartLimitBurst` within
-    `StartLimitIntervalSec`."""
+    """Limit for the restarts of each engine within RESTART_WINDOW_S, and the delay of each: none for the first, then 1, 2,
+    4 ... seconds. systemd: `StartLimitBurst` within `StartLimitIntervalSec`; `RestartSteps`."""
 
     def __init__(self, at_most: int) -> None:
         self.at_most = at_most
         self._times: dict[str, list[float]] = defaultdict(list)  # of all restarts of an engine, in monotonic seconds
 
-    def next(self, name: str) -> int | None:
-        """Return the number of this restart, counted from the first ever; None if there were too many of late."""
+    def next(self, name: str) -> tuple[int, float] | None:
+        """Return the number of this restart, counted from the first ever, and its delay in seconds; None if there were
+        too many of late."""
         now, times = time.monotonic(), self._times[name]
-        if sum(now - each < RESTART_WINDOW_S for each in times) >= self.at_most:
+        of_late = sum(now - each < RESTART_WINDOW_S for each in times)
+        if of_late >= self.at_most:
             return None
         times.append(now)
-        return len(times)
+        return len(times), min(2.0 ** (of_late - 1), LONGEST_DELAY_S) if of_late else 0.0

@@ -37,6 +37,9 @@ class SocketLinks:
     def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
         return self.socket.receive(timeout_s)
 
+    def wake(self) -> None:
+        self.socket.wake()
+
     def lost(self) -> list[Lost]:
         """Send a probe to each engine, once a second; return those that cannot be reached.
 

@@ -20,8 +20,10 @@ import logging
 import os
 import re
 import secrets
+import socket
 import weakref
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,10 @@ class RouterSocket(Endpoint[M]):
         self._set({zmq.ROUTER_MANDATORY: 1})  # report that a peer is gone, instead of dropping messages for it
         self._set({zmq.ROUTER_HANDOVER: 0})  # an identity stays with its connection
         self._unlink: weakref.finalize[Any, Any] | None = None
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+            when_dropped(self, end.close)
         self._door = Doorkeeper(self._context, self._socket, keys.trusted)
         self.address = self._open(self._socket.bind, address)
         self._unlink = when_dropped(self, path.unlink, True) if path is not None else None
@@ -74,7 +80,10 @@ class RouterSocket(Endpoint[M]):
         """Return the messages that have arrived, with the names of their engines; wait for the first one, at most
         `timeout_s` seconds. A rejected message ends the wait, too."""
         received = []
-        for identity, *frames in self._read(timeout_s):
+        zmq.zmq_poll([(self._socket, zmq.POLLIN), (self._woken.fileno(), zmq.POLLIN)], ceil(timeout_s * 1000))
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
+        for identity, *frames in self._read(0.0):
             try:
                 name = self._names.get(identity.bytes)
                 if name is None:
@@ -105,6 +114,11 @@ class RouterSocket(Endpoint[M]):
             self.forget(name)
             raise PeerLostError(f"engine {name!r} is gone") from None
 
+    def wake(self) -> None:
+        """End the wait of `receive`, called by another thread."""
+        with suppress(BlockingIOError, OSError):  # it is awake; the socket is closed
+            self._waker.send(b"\0")
+
     def forget(self, name: str) -> None:
         """Accept no more messages of an engine, if there is such a one. Its name is free for another."""
         self._names.pop(self._identities.pop(name, b""), None)
@@ -112,6 +126,8 @@ class RouterSocket(Endpoint[M]):
     def close(self) -> None:
         """Close as every endpoint; remove the file of an `ipc` address, which ZeroMQ leaves if it has not named it."""
         super().close()
+        self._woken.close()
+        self._waker.close()
         self._door.join()
         if self._unlink is not None:
             self._unlink()

@@ -1,0 +1,288 @@
+"""The engine on asyncio: many callers, none of which waits for another.
+
+    llm = await AsyncLLM.start()
+    async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
+        print(output.text)
+
+Outputs are those of `LLMEngine.stream`; a reader that is slower than the engine gets fewer of them, each with
+everything so far. To close the generator, or to cancel the task that reads it, aborts the request. The engine runs in
+a process of its own, also without a `DisaggregationConfig`: it is a group of one then, with the role `both`. Prompts
+are tokenized and checked on a thread of their own; requests are routed, and their texts made, on that of the engine
+core (`core_thread.py`). New in this milestone. vLLM: `AsyncLLM`; SGLang: `TokenizerManager`, and `DetokenizerManager`
+for the texts.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Self, TypeVar, Unpack
+
+from m1_single_request.config import assemble_config
+from m1_single_request.errors import EngineClosedError, EngineError, InvalidRequestError, shown
+from m1_single_request.field_rules import valid
+from m1_single_request.input_processor import InputProcessor, Prompt, RequestOptions, check_name
+from m1_single_request.outputs import RequestOutput
+from m1_single_request.request import Request
+from m1_single_request.sampling_params import SamplingParams
+from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.router_core import RouterCore
+from m6_multimodal_pd.llm_engine import LLMEngine
+from m6_multimodal_pd.outputs import EngineStats
+from m7_serving.core_thread import CoreThread
+from m7_serving.errors import EngineUnavailableError, ServerBusyError
+from m7_serving.mailbox import Mailbox
+
+T = TypeVar("T")
+ONE_ENGINE = DisaggregationConfig(both=1)
+
+
+class AsyncLLM:
+    """An engine, or a group of engines, for the event loop in which it was started. Also an async context manager."""
+
+    def __init__(self, config: EngineConfig, max_requests: int) -> None:
+        """Begin to build the engine; see `start`."""
+        self.config, self.max_requests = config, max_requests
+        self.num_unfinished = 0
+        """Number of requests that were admitted and have not ended, also those that are being tokenized."""
+        self._thread = CoreThread(config, self._deliver)
+        self._thread.ended.add_done_callback(self._end)
+        self._tokenizer = ThreadPoolExecutor(1, "tokenizer")
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._numbers = count()
+        self._end_error: Exception | None = None
+        self._thread.start()
+
+    @classmethod
+    async def start(
+        cls, model: str | Path | None = None, *, max_requests: int = 256, **configs: Any
+    ) -> "AsyncLLM":
+        """Load a model, and return when its engines are ready. The arguments are those of `LLMEngine`.
+
+        `max_requests`: number of requests that may be unfinished at the same time; more are rejected. Raises
+        `ConfigError`, and the errors of building an engine.
+        """
+        valid("max_requests", max_requests, int, InvalidRequestError)
+        config = assemble_config(EngineConfig, DEFAULT_MODEL, model, configs)
+        llm = cls(replace(config, disaggregation=config.disaggregation or ONE_ENGINE), max_requests)
+        try:
+            await llm._thread.ready
+        except BaseException:
+            llm._thread.stop()
+            raise
+        return llm
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """The tokenizer, the chat template, and the limits of the model."""
+        return self._thread.core.input_processor
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the engines can answer now."""
+        return self._thread.is_serving
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no engine will answer any more."""
+        return self._end_error is not None
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a prompt (text, token ids or messages); yield its output so far whenever there is more of it.
+
+        Raises as `LLMEngine.generate` before anything is queued, and `ServerBusyError` or `EngineUnavailableError`. A
+        request that fails later ends with an output with the error.
+        """
+        outputs = self.generate_batch([prompt], params, request_id=request_id, **options)
+        try:
+            async for changed in outputs:
+                yield changed[0]
+        finally:
+            await outputs.aclose()
+
+    async def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        final_only: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[dict[int, RequestOutput], None]:
+        """Answer several prompts, of which all or none are admitted; yield the new outputs by index of the prompt.
+
+        `final_only`: yield only finished outputs. Raises as `generate`. With several prompts their ids are the request
+        id with `-0`, `-1` ...
+        """
+        self._check_admissible(len(prompts))
+        self.num_unfinished += len(prompts)
+        try:
+            make = partial(self._requests, list(prompts), params or SamplingParams(), request_id, options)
+            requests = await self.in_tokenizer_thread(make)
+            self._check_admissible(0)
+            mailbox = self._open(requests, final_only)
+            try:
+                while changed := await mailbox.take():
+                    yield changed
+            finally:
+                self._abort(list(mailbox.unfinished))
+        finally:
+            self.num_unfinished -= len(prompts)
+
+    async def in_tokenizer_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on the thread that tokenizes: of the event loop it would take milliseconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer, function, *arguments)
+
+    # --- the engine ---------------------------------------------------------------------------------------------------
+
+    async def stats(self) -> EngineStats:
+        """Return the totals of all engines, as `LLMEngine.stats`. Raises `EngineClosedError`, or the error with which
+        the engines have ended."""
+        self._check_open()
+        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+
+        def read(core: RouterCore) -> None:
+            try:
+                self._thread.post(_resolve, answer, core.stats())
+            except EngineError as error:
+                self._thread.post(_resolve, answer, None, error)
+
+        self._thread.submit(read)
+        await asyncio.wait([answer, self._thread.ended], return_when=asyncio.FIRST_COMPLETED)
+        self._check_open()
+        return answer.result()
+
+    async def close(self) -> None:
+        """End all engines; unfinished requests raise `EngineClosedError`. May be called twice."""
+        self._end_all(EngineClosedError("the engine was closed"))
+        self._thread.stop()
+        await asyncio.wait([self._thread.ended])
+        self._tokenizer.shutdown(wait=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._end_error is not None:
+            raise self._end_error
+
+    def _check_admissible(self, num_requests: int) -> None:
+        """Raise an error unless so many more requests can be admitted now."""
+        self._check_open()
+        if not self.is_serving:
+            raise EngineUnavailableError("the engine was lost and is being started again: try again in some seconds")
+        if num_requests > self.max_requests:
+            raise InvalidRequestError(
+                f"{num_requests} prompts in one call are more than max_requests={self.max_requests}"
+            )
+        if self.num_unfinished + num_requests > self.max_requests:
+            raise ServerBusyError(
+                f"{self.num_unfinished} requests are unfinished, and max_requests is {self.max_requests}: try again later"
+            )
+
+    def _requests(
+        self, prompts: list[Prompt], params: SamplingParams, request_id: str | None, options: RequestOptions
+    ) -> list[Request]:
+        """Tokenize and check prompts, and return their requests. Runs on the tokenizer thread."""
+        for name in options:
+            if name not in LLMEngine.request_options:
+                known = ", ".join(["request_id", *LLMEngine.request_options])
+                raise InvalidRequestError(f"{name}= is unknown here: a request takes {known}")
+        if request_id is not None:
+            check_name("request_id", request_id)
+        requests = []
+        for index, prompt in enumerate(prompts):
+            number = next(self._numbers)
+            own = f"req-{number}" if request_id is None else request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            requests.append(
+                self.input_processor.process_request(
+                    own, prompt, params, number=number, arrival_time=time.monotonic(), **options
+                )
+            )
+        return requests
+
+    def _open(self, requests: list[Request], final_only: bool) -> Mailbox:
+        """Queue requests, and return their mailbox. Raises `InvalidRequestError` for an id that is in use here."""
+        mailbox = Mailbox([request.request_id for request in requests])
+        for request in requests:
+            request.final_only = final_only
+            if request.request_id in self._mailboxes:
+                raise InvalidRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
+        self._mailboxes |= dict.fromkeys(mailbox.unfinished, mailbox)
+
+        def add(core: RouterCore) -> None:
+            try:
+                with core.changing():
+                    for request in requests:
+                        core.add_request(request)
+            except EngineError as error:  # an id of another request's child, for example
+                for request in requests:
+                    core.abort_request(request.request_id)
+                self._thread.post(self._fail, mailbox, error)
+
+        self._thread.submit(add)
+        return mailbox
+
+    def _abort(self, request_ids: list[str]) -> None:
+        """Abort requests whose outputs nobody reads any more. None of the caller's threads waits for that."""
+        if not request_ids:
+            return
+        for request_id in request_ids:
+            self._mailboxes.pop(request_id, None)
+
+        def abort(core: RouterCore) -> None:
+            with core.changing():
+                for request_id in request_ids:
+                    core.abort_request(request_id)
+
+        self._thread.submit(abort)
+
+    def _deliver(self, outputs: dict[str, RequestOutput]) -> None:
+        """Put the newest outputs into the mailboxes of their callers; of an aborted request there is none."""
+        for request_id, output in outputs.items():
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is not None:
+                mailbox.put(output)
+                if output.finished:
+                    del self._mailboxes[request_id]
+
+    def _fail(self, mailbox: Mailbox, error: Exception) -> None:
+        for request_id in mailbox.unfinished:
+            self._mailboxes.pop(request_id, None)
+        mailbox.fail(error)
+
+    def _end(self, ended: "asyncio.Future[None]") -> None:
+        """Let all callers know that the engines have ended."""
+        error = ended.exception()
+        self._end_all(error if isinstance(error, Exception) else EngineClosedError("the engine was closed"))
+
+    def _end_all(self, error: Exception) -> None:
+        self._end_error = self._end_error or error
+        for mailbox in list(self._mailboxes.values()):
+            mailbox.fail(error)
+        self._mailboxes.clear()
+
+
+def _resolve(future: "asyncio.Future[Any]", value: Any, error: Exception | None = None) -> None:
+    """End a future, whose waiter may have been cancelled."""
+    if not future.done():
+        future.set_result(value) if error is None else future.set_exception(error)
