@@ -239,8 +239,8 @@ class Group:
         """What must hold after every step."""
         for engine in self.engines.values():
             engine.core.check_invariants()
-            if isinstance(engine.side.transport, StagedSource):
-                engine.side.transport.check_invariants()
+            if isinstance(transport := getattr(engine.side, "transport", None), StagedSource):
+                transport.check_invariants()
             assert {o.req.rid for o in engine.side.rooms.values()} == set(engine.core.scheduler.requests)
         router = self.router
         in_rooms = [attempt.req.rid for attempt in router.attempts.values()]
@@ -258,7 +258,7 @@ class Group:
             scheduler = engine.core.scheduler
             pools = scheduler.pools
             allocator, tree, rows = pools.token_to_kv_pool_allocator, pools.tree_cache, pools.req_to_token_pool
-            assert is_idle(engine) and not scheduler.marked and not scheduler.elsewhere, name
+            assert is_idle(engine) and not scheduler.marked and not engine.side.elsewhere, name
             assert rows.available_size() == rows.size and not tree.protected_size(), name
             assert allocator.available_size() + tree.evictable_size() == allocator.size, name
             if engine.role == "decode":
@@ -278,7 +278,7 @@ class Group:
 
 def is_idle(engine: Engine) -> bool:
     """Whether an engine has nothing to do, and nothing of it is on its way."""
-    transport: Any = engine.side.transport
+    transport: Any = getattr(engine.side, "transport", None)
     targets = transport.targets if engine.role == "prefill" else ()
     frames_are_free = all(free_frames(transport, target) == transport.num_frames for target in targets)
     return not (engine.side.rooms or engine.side.in_flight or engine.core.scheduler.requests) and frames_are_free

@@ -309,14 +309,20 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_an_engine_may_die_now_and_then_for_months_and_not_too_often_within_an_hour(hours: list[float]) -> None:
-    limit, numbers = RestartLimit(2), []
+    limit, restarts = RestartLimit(2), []
     for hours[0] in (0.0, 0.6, 1.0, 1.6, 9.0, 9.9):
-        numbers.append(limit.next("prefill-0"))
-    assert numbers == [1, 2, 3, 4, 5, 6], "every name is a new one"
+        restarts.append(limit.next("prefill-0"))
+    assert [restart[0] for restart in restarts if restart] == [1, 2, 3, 4, 5, 6], "every name is a new one"
     hours[0] = 9.999
     assert limit.next("prefill-0") is None
-    assert limit.next("decode-0") == 1, "each has its own"
+    assert limit.next("decode-0") == (1, 0.0), "each has its own"
     assert RestartLimit(0).next("prefill-0") is None
+
+
+def test_each_restart_of_an_hour_waits_longer_than_the_one_before(hours: list[float]) -> None:
+    limit = RestartLimit(20)
+    delays = [restart[1] for _ in range(10) if (restart := limit.next("both-0"))]
+    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
 
 
 def test_parts_of_one_s_own_stay_in_this_process(seeing_directory: Path) -> None:
