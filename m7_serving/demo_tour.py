@@ -1,0 +1,175 @@
+"""Tour of the demo: what clients of a server get, and what the engine does for them.
+
+Part of `python -m m7_serving.demo`; no part of the server depends on it. The remark that opens a part is the text of its
+method's docstring.
+"""
+
+import asyncio
+import base64
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from m1_single_request.demo_tour import QUESTION, bullets
+from m1_single_request.events import Abort
+from m1_single_request.output_events import Finish
+from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.trace_readers import Records
+from m2_continuous_batching.demo_tour import FACTS, NOUNS, open_part
+from m6_multimodal_pd.demo_tour import PICTURES
+from m6_multimodal_pd.disaggregation.events import RequestRouted
+
+NUM_CLIENTS = 12
+SYSTEM = "".join(FACTS)
+PICTURE = PICTURES / "a_blue_square_and_a_yellow_star.png"
+
+
+class Tour:
+    """The parts of m7's tour."""
+
+    def __init__(self, client: Any, records: Records, console: Console, params: SamplingParams) -> None:
+        """`client`: openai's `AsyncOpenAI`; `records`: of the server's trace."""
+        self.client, self.records, self.console, self.params = client, records, console, params
+
+    async def run(self) -> None:
+        """Run all parts."""
+        (model,) = (await self.client.models.list()).data
+        self.model = model.id
+        await self.show_stream()
+        await self.show_clients()
+        await self.show_disconnect()
+        await self.show_picture()
+        await self.show_errors()
+        await self.show_end()
+
+    async def create(self, content: Any, *, stream: bool = False, system: str | None = None, **fields: Any) -> Any:
+        """Send a conversation of one question to `/v1/chat/completions`."""
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": content})
+        extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        given = {"model": self.model, "temperature": 0, "max_tokens": 48, **extra, **fields}
+        return await self.client.chat.completions.create(messages=messages, **given)
+
+    async def show_stream(self) -> None:
+        """Each chunk of a stream has the text since the one before. The trace of the engine core has the same id, with
+        "chatcmpl-": the router sends the request to the engine's process, which answers with token ids after each step."""
+        open_part(self.console, "1. A client and its stream", self.show_stream)
+        began, table = time.perf_counter(), Table("ms", "chunk", "content")
+        async for chunk in await self.create(QUESTION, stream=True):
+            milliseconds = f"{(time.perf_counter() - began) * 1000:.0f}"
+            choice = next(iter(chunk.choices), None)
+            if choice is None:
+                table.add_row(milliseconds, "usage", f"{chunk.usage.prompt_tokens} + {chunk.usage.completion_tokens} tokens")
+            elif choice.finish_reason is not None:
+                table.add_row(milliseconds, "finish", choice.finish_reason)
+            else:
+                table.add_row(milliseconds, "role" if choice.delta.role else "delta", Text(repr(choice.delta.content)))
+        rows = table.row_count
+        self.console.print(table if rows <= 16 else table)
+        self.explain(chunk.id)
+
+    async def show_clients(self) -> None:
+        """All clients come at once and have one system prompt. The engine runs them in one batch, and computes the
+        system prompt once: the cached tokens stand in every answer's usage."""
+        open_part(self.console, f"2. {NUM_CLIENTS} clients at once", self.show_clients)
+        questions = [f"What is the code of {NOUNS[number % len(NOUNS)]}?" for number in range(NUM_CLIENTS)]
+        began = time.perf_counter()
+        answers = await asyncio.gather(*(self.timed(question, began) for question in questions))
+        table = Table("client", "question", "answer", "first token, ms", "end, ms", "prompt", "cached")
+        for number, (question, (text, first, end, usage)) in enumerate(zip(questions, answers, strict=True)):
+            cached = usage.prompt_tokens_details.cached_tokens
+            cells = [str(number), question, text, f"{first:.0f}", f"{end:.0f}", str(usage.prompt_tokens), str(cached)]
+            table.add_row(*map(Text, cells))
+        self.console.print(table)
+
+    async def timed(self, question: str, began: float) -> tuple[str, float, float, Any]:
+        """Return an answer, the milliseconds to its first token and to its end, and its usage."""
+        text, first = "", 0.0
+        async for chunk in await self.create(question, stream=True, system=SYSTEM, max_tokens=16):
+            for choice in chunk.choices:
+                first = first or (choice.delta.content and (time.perf_counter() - began) * 1000) or 0.0
+                text += choice.delta.content or ""
+        return text, first, (time.perf_counter() - began) * 1000, chunk.usage
+
+    async def show_disconnect(self) -> None:
+        """A client closes its connection in the middle of a long answer. The server sees the close, aborts the request,
+        and the engine frees its memory with the end of the step that runs."""
+        open_part(self.console, "3. A client that goes away", self.show_disconnect)
+        num_chunks = 0
+        stream = await self.create(QUESTION, stream=True, max_tokens=800, extra_body={"ignore_eos": True})
+        async for chunk in stream:
+            num_chunks += 1
+            if num_chunks == 10:
+                break
+        await stream.close()
+        for _ in range(100):
+            if any(event.rid == chunk.id for _, event in self.records.of(Finish)):
+                break
+            await asyncio.sleep(0.01)
+        bullets(self.console, [f"the client read {num_chunks} chunks of an answer of 800 tokens"])
+        self.explain(chunk.id)
+
+    async def show_picture(self) -> None:
+        """A picture comes as a data URL in the request. The server opens no other URL unless its host is allowed."""
+        open_part(self.console, "4. A picture over HTTP", self.show_picture)
+        url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is at the left?"}]
+        try:
+            answer = await self.create(parts)
+            lines = [f"{PICTURE.stem.replace('_', ' ')}: {answer.choices[0].message.content}"]
+        except Exception as error:  # a model of the user that takes texts only
+            lines = [str(error)]
+        bullets(self.console, lines)
+
+    async def show_errors(self) -> None:
+        """What the server does not support is rejected by its name, before anything is queued."""
+        open_part(self.console, "5. Requests that are rejected", self.show_errors)
+        lines = []
+        for fields in ({"temperature": 7}, {"tool_choice": "required"}, {"extra_body": {"temprature": 1}}, {"model": "gpt-4"}):
+            try:
+                await self.create(QUESTION, **fields)
+            except Exception as error:
+                lines.append(str(error))
+        bullets(self.console, lines)
+
+    async def show_end(self) -> None:
+        """SIGTERM comes while a client reads. New requests are rejected, this one may finish, and then the processes
+        end."""
+        open_part(self.console, "6. The end", self.show_end)
+        import os
+        import signal
+
+        text, stream = "", await self.create(QUESTION, stream=True, max_tokens=64, extra_body={"ignore_eos": True})
+        os.kill(os.getpid(), signal.SIGTERM)
+        async for chunk in stream:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+        bullets(self.console, [f"the last client has read {chunk.usage.completion_tokens} of 64 tokens"])
+
+    def explain(self, rid: str) -> None:
+        """Print the life of a request: when it was routed, aborted and finished, in the words of the trace."""
+        lines = [
+            f"step {record_step}: {event.explain()}"
+            for kind in (RequestRouted, Abort, Finish)
+            for record_step, event in self.records.of(kind)
+            if event.rid == rid
+        ]
+        bullets(self.console, lines)
+
+
+async def answered(client: Any, messages: list[dict[str, str]], params: SamplingParams, console: Console) -> str:
+    """Print an answer as it comes; return it."""
+    (model,) = (await client.models.list()).data
+    fields = {"temperature": params.temperature, "top_p": params.top_p, "max_tokens": params.max_tokens, "seed": params.seed}
+    text = ""
+    stream = await client.chat.completions.create(model=model.id, messages=messages, stream=True, **fields)
+    async for chunk in stream:
+        for choice in chunk.choices:
+            console.print(choice.delta.content or "", end="", markup=False, soft_wrap=True)
+            text += choice.delta.content or ""
+    console.print()
+    return text
