@@ -39,8 +39,7 @@ class DisaggregationConfig:
     """Devices of the engines, such as `cuda:0,cuda:1`: one for each, those of the prefill engines first. None: all
     engines are on the device of the model. Engines on one device divide its memory: each takes an equal part of
     `gpu_memory_utilization`."""
-    transport: Role = Literal["prefill", "decode", "both"]
-TransportName = "shared_memory"
+    transport: TransportName = "shared_memory"
     """`shared_memory`: each engine is a process of this host. `in_process`: all of them run in this one, in turns, for
     tests and lessons."""
     transfer_buffer_bytes: PositiveInt = 64 * 2**20

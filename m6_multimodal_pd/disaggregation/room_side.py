@@ -17,7 +17,16 @@ from m1_single_request.errors import EngineDeadError, EngineError
 from m1_single_request.request import FinishError
 from m1_single_request.sampler import LogprobRow
 from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of, resume, row_of, rows_of_prompt
-from m6_multimodal_pd.disaggregation.runtime.messages import Cancel, Ended, Generate, Job, Tokens, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import (
+    Cancel,
+    Decode,
+    Ended,
+    Generate,
+    Job,
+    Prefill,
+    Tokens,
+    ToRouter,
+)
 from m6_multimodal_pd.errors import EngineLostError, TransferError, WireError
 from m6_multimodal_pd.multimodal.prompt import ChatPrompt
 from m6_multimodal_pd.request import Req
@@ -53,12 +62,13 @@ class RoomSide(ABC, Generic[R]):
 
     def handle(self, message: Any) -> None:
         """Handle a message. An error in it fails its room alone."""
-        if isinstance(message, Cancel):
-            if message.room in self.rooms:
-                self.core.abort_request(self.rooms[message.room].req.rid)
-        elif message.room > self.newest_room:
-            self.newest_room = message.room
-            self.begin(message)
+        match message:
+            case Cancel(room):
+                if room in self.rooms:
+                    self.core.abort_request(self.rooms[room].req.rid)
+            case Prefill(room) | Decode(room) | Generate(room) if room > self.newest_room:
+                self.newest_room = room
+                self.begin(message)
 
     @property
     def elsewhere(self) -> Sequence[Req]:

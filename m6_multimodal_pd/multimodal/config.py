@@ -58,8 +58,7 @@ class MultimodalConfig:
     embedding_cache_bytes: PositiveInt = 128 * 2**20
     """Memory for embeddings, which are kept for later requests until others need it. Unlike KV they are shared across
     `cache_salt`s: the time to a first token may show that another request had the same image."""
-    num_media_processes: HOST = re.compile(r"[0-9A-Za-z._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
-NumProcesses = 0
+    num_media_processes: NumProcesses = 0
     """Processes that fetch, decode and resize images, so that no step of other requests waits for that. They start with
     the first image. A request then waits in front of the queue until its images are read, and one whose image cannot be
     used ends with `finish_reason="error"`. 0: the call that adds a request reads its images, and raises the error."""
