@@ -230,13 +230,15 @@ class AsyncLLM:
         self._mailboxes |= dict.fromkeys(mailbox.unfinished, mailbox)
 
         def add(core: RouterCore) -> None:
+            added: list[str] = []
             try:
                 with core.changing():
                     for request in requests:
                         core.add_request(request)
+                        added.append(request.request_id)
             except EngineError as error:  # an id of another request's child, for example
-                for request in requests:
-                    core.abort_request(request.request_id)
+                for request_id in added:
+                    core.abort_request(request_id)
                 self._thread.post(self._fail, mailbox, error)
 
         self._thread.submit(add)

@@ -64,8 +64,7 @@ class CoreThread(threading.Thread):
     def stop(self) -> None:
         """End all engines, and this thread. It may be building them yet: then it ends them afterwards."""
         self._is_stopping = True
-        if self.ready.done():
-            self.submit(lambda core: None)
+        self._calls.put(lambda core: None)
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Let the event loop call a function, unless the loop is closed."""

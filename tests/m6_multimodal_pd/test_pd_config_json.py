@@ -40,6 +40,7 @@ CONFIG = EngineConfig(
     speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=7, prompt_lookup_min=3),
     multimodal=MultimodalConfig(
         allowed_url_schemes=("https", "file"),
+        allowed_url_hosts=("images.example.org",),
         url_timeout_s=1 / 3,
         max_items=3,
         max_file_bytes=1000,
@@ -79,6 +80,7 @@ OTHERS = [
         scheduler=SchedulerConfig(schedule="prefill_first"),
         cache=CacheConfig(gpu_memory_utilization=0.5),
         speculative=SpeculativeConfig(method="draft_model", model=Path("draft")),
+        disaggregation=DisaggregationConfig(both=2),
     ),
 ]
 """What cannot be said together with the first."""

@@ -65,6 +65,7 @@ TOLD = messages.ReportedEvent("admit", ("a", "b"), "said", (("room", 1 - 2**62),
 EXAMPLES: list[messages.Message] = [
     messages.Prefill(2**62 - 1, JOB, "decode-0"),
     messages.Decode(0, JOB, "prefill-0"),
+    messages.Generate(1, JOB),
     messages.Cancel(5),
     messages.PeerLost("prefill-1"),
     messages.Probe(),

@@ -27,10 +27,11 @@ def llm(runner: asyncio.Runner) -> Iterator[AsyncLLM]:
 
 
 async def is_idle(llm: AsyncLLM) -> bool:
-    """Wait until an engine has no request; return whether all of its KV memory is free then, or only cached."""
+    """Wait until an engine has no request, and all of its KV memory is free, or only cached."""
     for _ in range(500):
         stats: Any = await llm.stats()
-        if not stats.num_running and not stats.num_waiting:
-            return llm.num_unfinished == 0 and stats.available_size + stats.evictable_size == stats.max_total_tokens
+        is_free = stats.available_size + stats.evictable_size == stats.max_total_tokens
+        if is_free and not (stats.num_running or stats.num_waiting or llm.num_unfinished):
+            return True
         await asyncio.sleep(0.01)
     return False
