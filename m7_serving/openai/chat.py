@@ -1,0 +1,107 @@
+"""`/v1/chat/completions`: the answer to a conversation, whole or in chunks.
+
+A chunk has a part of one choice. In order, per choice: the role, new text, an empty delta with the `finish_reason`. New
+in this milestone. vLLM: `entrypoints/openai/chat_completion`; SGLang: `serving_chat.py`.
+"""
+
+import re
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from m1_single_request.input_processor import Prompt
+from m7_serving.async_llm import AsyncLLM
+from m7_serving.openai.deltas import Call, Delta, stream, whole
+from m7_serving.openai.fields import InvalidFieldError
+from m7_serving.openai.logprobs import chat_logprobs
+from m7_serving.openai.params import chat_params
+from m7_serving.openai.requests import ChatCompletionRequest, Message
+from m7_serving.openai.usage import Watch
+
+NAME_OF_MESSAGE = re.compile(r"""message(\.|\[['"])name\b""")
+
+
+async def answer(
+    llm: AsyncLLM, request: ChatCompletionRequest, *, model: str, request_id: str, watch: Watch
+) -> dict[str, Any]:
+    """Return the body of an answer. `model` is the name that it has in the answer.
+
+    Raises a subclass of `InvalidRequestError`, and as `AsyncLLM.generate_batch`; the error of a request that failed.
+    """
+    call = await _call(llm, request, "chat.completion", model, request_id, watch)
+    deltas, usage = await whole(call)
+    choices = [
+        {
+            "index": delta.choice,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": _logprobs(llm, request, delta),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        for delta in deltas
+    ]
+    return {**call.head, "choices": choices, "usage": usage}
+
+
+async def chunks(
+    llm: AsyncLLM, request: ChatCompletionRequest, *, model: str, request_id: str, watch: Watch
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the chunks of an answer, the first one once the engine has a token. Raises as `answer`."""
+    call = await _call(llm, request, "chat.completion.chunk", model, request_id, watch)
+    async with aclosing(stream(call, partial(_choices, llm, request))) as found:
+        async for chunk in found:
+            yield chunk
+
+
+async def chat_prompt(llm: AsyncLLM, request: ChatCompletionRequest) -> Prompt:
+    """Return the prompt of a conversation: its messages, or tokens if the request has options for the template."""
+    messages = template_messages(request.messages, llm.input_processor.tokenizer.chat_template)
+    if not request.chat_template_kwargs:
+        return messages
+    template = llm.input_processor.apply_chat_template
+    return await llm.in_tokenizer_thread(template, messages, request.chat_template_kwargs)
+
+
+def template_messages(messages: Sequence[Message], template: object) -> list[dict[str, Any]]:
+    """Return messages as the chat template takes them.
+
+    A developer is a system for a template that has no such role, as for OpenAI's older models. Raises
+    `InvalidFieldError` for a name that the template would ignore.
+    """
+    text = template if isinstance(template, str) else ""
+    found = [message.model_dump(exclude_none=True) for message in messages]
+    for index, message in enumerate(found):
+        if message["role"] == "developer" and "developer" not in text:
+            message["role"] = "system"
+        if "name" in message and not NAME_OF_MESSAGE.search(text):
+            name = f"messages[{index}].name"
+            reason = "the chat template of this model ignores names"
+            raise InvalidFieldError(name, f"{name}: {reason}", "unsupported_parameter")
+    return found
+
+
+async def _call(
+    llm: AsyncLLM, request: ChatCompletionRequest, kind: str, model: str, request_id: str, watch: Watch
+) -> Call:
+    params = chat_params(request, llm.input_processor.max_model_len)
+    head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time()), "model": model}
+    return Call(llm, request, [await chat_prompt(llm, request)], params, head, watch)
+
+
+def _choices(llm: AsyncLLM, request: ChatCompletionRequest, delta: Delta) -> Iterator[dict[str, Any]]:
+    """Yield the choices of a delta's chunks: none for tokens without text, unless they have log-probabilities."""
+    choice = {"index": delta.choice, "delta": {}, "logprobs": None, "finish_reason": None}
+    if delta.is_first:
+        yield {**choice, "delta": {"role": "assistant", "content": "", "refusal": None}}
+    if delta.text or (request.logprobs and delta.token_ids):
+        yield {**choice, "delta": {"content": delta.text}, "logprobs": _logprobs(llm, request, delta)}
+    if delta.finish_reason is not None:
+        yield {**choice, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+
+
+def _logprobs(llm: AsyncLLM, request: ChatCompletionRequest, delta: Delta) -> dict[str, Any] | None:
+    if delta.logprobs is None:
+        return None
+    return chat_logprobs(delta.token_ids, delta.logprobs, request.top_logprobs, llm.input_processor.tokenizer)

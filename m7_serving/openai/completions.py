@@ -1,0 +1,102 @@
+"""`/v1/completions`: the continuations of prompts, whole or in chunks.
+
+A request may have several prompts. Choice `i` continues prompt `i // n`. With `echo` the prompt is the first part of
+every choice; with `max_tokens=0` it is the only one, which gives the log-probabilities of a text (lm-eval scores
+models so). New in this milestone. vLLM: `entrypoints/openai/completion`; SGLang: `serving_completions.py`.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from m1_single_request.input_processor import check_model_len
+from m1_single_request.outputs import TokenLogprobs
+from m7_serving.async_llm import AsyncLLM
+from m7_serving.openai.deltas import Call, Delta, stream, whole
+from m7_serving.openai.logprobs import completion_logprobs
+from m7_serving.openai.params import completion_params
+from m7_serving.openai.requests import CompletionRequest
+from m7_serving.openai.tokens import check_token_ids, decode
+from m7_serving.openai.usage import Watch
+
+
+async def answer(
+    llm: AsyncLLM, request: CompletionRequest, *, model: str, request_id: str, watch: Watch
+) -> dict[str, Any]:
+    """Return the body of an answer. `model` is the name that it has in the answer.
+
+    Raises a subclass of `InvalidRequestError`, and as `AsyncLLM.generate_batch`; the error of a request that failed.
+    """
+    call, choices = _call(llm, request, model, request_id, watch), await Choices.of(llm, request)
+    deltas, usage = await whole(call)
+    return {**call.head, "choices": list(map(choices.whole, deltas)), "usage": usage}
+
+
+async def chunks(
+    llm: AsyncLLM, request: CompletionRequest, *, model: str, request_id: str, watch: Watch
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the chunks of an answer, the first one once the engine has a token. Raises as `answer`."""
+    call, choices = _call(llm, request, model, request_id, watch), await Choices.of(llm, request)
+    async with aclosing(stream(call, choices.parts)) as found:
+        async for chunk in found:
+            yield chunk
+
+
+def _call(llm: AsyncLLM, request: CompletionRequest, model: str, request_id: str, watch: Watch) -> Call:
+    prompts: Sequence[str | list[int]] = request.prompt
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            check_model_len(prompt, llm.input_processor.max_model_len, f"cmpl-{request_id}")
+            check_token_ids(prompt, llm.input_processor.vocab_size, f"prompt[{index}]")
+    head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time()), "model": model}
+    params = completion_params(request)
+    return Call(llm, request, prompts, params, head, watch, returns_output=request.max_tokens > 0)
+
+
+class Choices:
+    """Makes choices of deltas, and counts the characters of their tokens."""
+
+    def __init__(self, llm: AsyncLLM, request: CompletionRequest, prompts: Sequence[str]) -> None:
+        """`prompts`: the texts to echo."""
+        self.llm, self.request, self.prompts = llm, request, prompts
+        self._offsets: defaultdict[int, int] = defaultdict(int)  # index of a choice -> `text_offset` of the next token
+
+    @classmethod
+    async def of(cls, llm: AsyncLLM, request: CompletionRequest) -> "Choices":
+        """Build it with the texts of prompts that are token ids."""
+        prompts = []
+        for prompt in request.prompt if request.echo else []:
+            if not isinstance(prompt, str):
+                prompt = await llm.in_tokenizer_thread(decode, llm.input_processor, prompt)
+            prompts.append(prompt)
+        return cls(llm, request, prompts)
+
+    def parts(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yield the choices of a delta's chunks: none for tokens without text, unless they have log-probabilities."""
+        if delta.is_first and self.request.echo:
+            output = delta.output
+            yield self._part(delta, self.prompts[delta.prompt], output.prompt_token_ids, output.prompt_logprobs)
+        if delta.text or (delta.logprobs is not None and delta.token_ids):
+            yield self._part(delta, delta.text, delta.token_ids, delta.logprobs)
+        if delta.finish_reason is not None:
+            end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            yield {"index": delta.choice, "text": "", "logprobs": None, **end}
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        """Return the choice of an answer: its parts joined."""
+        *parts, end = self.parts(delta)
+        logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+        joined = {name: [value for one in logprobs for value in one[name]] for name in (logprobs or [{}])[0]}
+        return {**end, "text": "".join(part["text"] for part in parts), "logprobs": joined or None}
+
+    def _part(
+        self, delta: Delta, text: str, token_ids: Sequence[int], rows: Sequence[TokenLogprobs | None] | None
+    ) -> dict[str, Any]:
+        logprobs = None
+        if rows is not None:
+            tokenizer = self.llm.input_processor.tokenizer
+            logprobs = completion_logprobs(token_ids, rows, self._offsets[delta.choice], tokenizer)
+            self._offsets[delta.choice] += sum(map(len, logprobs["tokens"]))
+        return {"index": delta.choice, "text": text, "logprobs": logprobs, "finish_reason": None}

@@ -1,0 +1,149 @@
+"""The routes of the server: OpenAI's API, and what operators need.
+
+A route checks the name of the model and makes an answer of `openai/`'s coroutine or generator; the answer computes the
+rest while it is sent (`sse.py`). New in this milestone. vLLM: `entrypoints/openai/api_server.py`; SGLang:
+`entrypoints/http_server.py`.
+"""
+
+import time
+import uuid
+from collections.abc import Callable
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from m1_single_request.errors import EngineError, shown
+from m6_multimodal_pd.config import DEFAULT_MODEL
+from m7_serving.async_llm import AsyncLLM
+from m7_serving.config import ServerConfig
+from m7_serving.errors import EngineUnavailableError
+from m7_serving.openai import chat, completions, tokens
+from m7_serving.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from m7_serving.server.auth import RequireKey
+from m7_serving.server.error_shape import answer_error, failure
+from m7_serving.server.limits import Limits
+from m7_serving.server.metrics import Metrics
+from m7_serving.server.sse import StreamingAnswer, WholeAnswer
+
+ERRORS = (RequestValidationError, HTTPException, EngineError, TimeoutError, Exception)
+ERROR_FIELDS = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
+ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "object", "properties": ERROR_FIELDS}}}
+ERROR_RESPONSE = {"description": "Error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}
+
+
+def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
+    """Return the ASGI application that serves `llm`. While `app.state.is_draining` it rejects new requests."""
+    name = served_name(llm, config)
+    metrics = Metrics(name)
+    app = FastAPI(
+        title="Stepwise",
+        version=version("stepwise-llm"),
+        redirect_slashes=False,
+        exception_handlers=dict.fromkeys(ERRORS, answer_error),
+        responses={"4XX": ERROR_RESPONSE, "5XX": ERROR_RESPONSE},
+    )
+    app.state.is_draining = False
+    app.include_router(openai_routes(llm, config, metrics, name))
+    app.include_router(operator_routes(llm, metrics, name))
+    if config.api_key:
+        app.add_middleware(RequireKey, keys=config.api_key)
+    app.add_middleware(Limits, config=config)  # the last one is the first that a request meets
+    return app
+
+
+def served_name(llm: AsyncLLM, config: ServerConfig) -> str:
+    """Return the name of the model in requests: as configured, else its path or hub id; of the included one, its
+    folder's name."""
+    model = llm.config.model.model
+    return config.served_model_name or (DEFAULT_MODEL.name if model == DEFAULT_MODEL else str(model))
+
+
+def openai_routes(llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: str) -> APIRouter:
+    """Return the routes that need the model."""
+    router, timeout_s = APIRouter(), config.request_timeout_s
+
+    def generated(api: ModuleType, request: ChatCompletionRequest | CompletionRequest) -> Response:
+        if request.model not in (None, name):
+            return unknown_model(request.model)
+        make = api.chunks if request.stream else api.answer
+        work = make(llm, request, model=name, request_id=uuid.uuid4().hex, watch=metrics.watch)
+        return StreamingAnswer(work, timeout_s) if request.stream else WholeAnswer(work, timeout_s)
+
+    def converted(convert: Callable[..., Any], request: TokenizeRequest | DetokenizeRequest) -> Response:
+        if request.model not in (None, name):
+            return unknown_model(request.model)
+        return WholeAnswer(convert(llm, request), timeout_s)
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(request: ChatCompletionRequest) -> Response:
+        """Answer a conversation."""
+        return generated(chat, request)
+
+    @router.post("/v1/completions")
+    async def create_completion(request: CompletionRequest) -> Response:
+        """Continue prompts."""
+        return generated(completions, request)
+
+    @router.post("/tokenize")
+    async def tokenize(request: TokenizeRequest) -> Response:
+        """Return the tokens of a text or a conversation."""
+        return converted(tokens.tokenize, request)
+
+    @router.post("/detokenize")
+    async def detokenize(request: DetokenizeRequest) -> Response:
+        """Return the text of tokens."""
+        return converted(tokens.detokenize, request)
+
+    return router
+
+
+def operator_routes(llm: AsyncLLM, metrics: Metrics, name: str) -> APIRouter:
+    """Return the routes that need no computation."""
+    router = APIRouter()
+    model = {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "stepwise",
+        "max_model_len": llm.input_processor.max_model_len,
+    }
+
+    @router.get("/v1/models", response_model=None)
+    async def list_models() -> dict[str, Any]:
+        """Return the served models."""
+        return {"object": "list", "data": [model]}
+
+    @router.get("/v1/models/{model_id:path}", response_model=None)
+    async def retrieve_model(model_id: str) -> Response | dict[str, Any]:
+        """Return a served model."""
+        return model if model_id == name else unknown_model(model_id)
+
+    @router.get("/health", response_model=None)
+    async def health() -> dict[str, str]:
+        """Return 200 if the engines can answer, else 503."""
+        if not llm.is_serving:
+            raise EngineUnavailableError("the engine is not ready")
+        return {}
+
+    @router.get("/metrics")
+    async def read_metrics() -> Response:
+        """Return the metrics for Prometheus."""
+        return Response(metrics.page(await llm.stats()), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version", response_model=None)
+    async def read_version() -> dict[str, str]:
+        """Return the version of the server."""
+        return {"version": version("stepwise-llm")}
+
+    return router
+
+
+def unknown_model(name: str | None) -> Response:
+    """Return the answer to a request for a model that is not served."""
+    return failure(404, f"the model {shown(name)} is not served here", param="model", code="model_not_found").response

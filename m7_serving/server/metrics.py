@@ -1,0 +1,113 @@
+"""Metrics in Prometheus' format, with SGLang's names.
+
+Gauges are read from the engine when the page is requested. Counters and histograms are about requests: the counters of
+tokens are the sums of the `usage` of all answers. The times are those of the engine's outputs. New in this milestone.
+SGLang: `metrics/collector.py`; vLLM: `v1/metrics/loggers.py`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from m1_single_request.outputs import RequestOutput
+from m6_multimodal_pd.outputs import EngineStats
+from m7_serving.openai.usage import usage
+
+SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds
+LONG = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
+MIN_INTERVAL_S = 1.0
+"""Shortest time of which the throughput is the mean."""
+
+
+class Metrics:
+    """The metrics of a server, in a registry of their own."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._num_running = self._gauge("num_running_reqs", "Requests that run")
+        self._num_waiting = self._gauge("num_queue_reqs", "Requests that wait")
+        self._num_used_tokens = self._gauge("num_used_tokens", "Tokens of the KV memory that running requests occupy")
+        self._token_usage = self._gauge("token_usage", "Share of the KV memory that running requests occupy")
+        self._hit_rate = self._gauge("cache_hit_rate", "Cached tokens as a share of all tokens of admitted requests")
+        self._throughput = self._gauge("gen_throughput", "Output tokens per second since the last reading")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests")
+        self._output_tokens = self._counter("generation_tokens", "Output tokens of answered requests")
+        self._cached_tokens = self._counter("cached_tokens", "Prompt tokens of answered requests that were cached")
+        self._num_requests = self._counter("num_requests", "Answered requests")
+        self._num_aborted = self._counter("num_aborted_requests", "Requests whose client left")
+        self._first_token_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token", LONG)
+        self._gap_s = self._histogram("inter_token_latency_seconds", "Between two tokens of an output", SHORT)
+        self._request_s = self._histogram("e2e_request_latency_seconds", "From arrival to the end", LONG)
+        self._reading = (time.monotonic(), 0)  # time and number of output tokens
+
+    def page(self, stats: EngineStats) -> bytes:
+        """Return the page of all metrics; `stats` are the engine's now."""
+        used = stats.max_total_tokens - stats.available_size - stats.evictable_size
+        self._num_running.set(stats.num_running)
+        self._num_waiting.set(stats.num_waiting)
+        self._num_used_tokens.set(used)
+        self._token_usage.set(used / stats.max_total_tokens)
+        self._hit_rate.set(stats.hit_rate)
+        now, (before, num_tokens) = time.monotonic(), self._reading
+        if now - before >= MIN_INTERVAL_S:
+            self._throughput.set(max(0, stats.num_output_tokens - num_tokens) / (now - before))
+            self._reading = (now, stats.num_output_tokens)
+        return generate_latest(self.registry)
+
+    @contextmanager
+    def watch(self, num_prompts: int) -> Iterator[Callable[[int, RequestOutput], None]]:
+        """Count the requests of one call: a context whose value receives their outputs, with the index of the prompt.
+
+        Requests that fail, or are rejected, are not counted.
+        """
+        newest: dict[int, RequestOutput] = {}
+        times: dict[int, float] = {}
+        try:
+            yield partial(self._observe, newest, times)
+        except (GeneratorExit, asyncio.CancelledError):
+            self._num_aborted.inc(num_prompts - sum(output.finished for output in newest.values()))
+            raise
+        tokens = usage(newest.values())
+        self._prompt_tokens.inc(tokens["prompt_tokens"])
+        self._output_tokens.inc(tokens["completion_tokens"])
+        self._cached_tokens.inc(tokens["prompt_tokens_details"]["cached_tokens"])
+        self._num_requests.inc(num_prompts)
+        for output in newest.values():
+            self._request_s.observe(output.metrics.latency or 0.0)
+
+    def _observe(
+        self, newest: dict[int, RequestOutput], times: dict[int, float], index: int, output: RequestOutput
+    ) -> None:
+        """Note the times of the new tokens of an output."""
+        metrics, width = output.metrics, len(output.outputs)
+        if metrics.first_token_time is not None:
+            if index not in times:
+                times[index] = metrics.first_token_time
+                self._first_token_s.observe(metrics.first_token_time - metrics.arrival_time)
+            num_before = max(_num_tokens(newest[index]) if index in newest else 0, width)  # the first ones have no gap
+            num_new = _num_tokens(output) - num_before
+            if num_new > 0:
+                now = metrics.finished_time or time.monotonic()
+                for _ in range(num_new):
+                    self._gap_s.observe((now - times[index]) * width / num_new)
+                times[index] = now
+        newest[index] = output
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"sglang:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"sglang:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"sglang:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
+        return histogram.labels(self._model_name)
+
+
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in output.outputs)

@@ -1,0 +1,163 @@
+"""Start and stop of the server: the port, the engine, uvicorn, and the signals.
+
+    bind the port -> load the model -> listen -> signal: drain -> end the engine -> close what is left
+
+The port is bound first, so that one that is in use fails at once, but nothing listens until the model is loaded. On
+SIGTERM or SIGINT new requests are rejected and unused connections closed, running requests may finish within the
+timeout, and the rest ends with the engine; a second signal ends the waiting. uvicorn's own handling of signals would
+cancel the running requests. New in this milestone. vLLM: `serve_http`, `--shutdown-timeout`; SGLang: `launch_server`.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import cast
+
+import uvicorn
+from fastapi import FastAPI
+
+from m1_single_request.errors import EngineError
+from m7_serving.async_llm import AsyncLLM
+from m7_serving.config import ServerConfig
+from m7_serving.server.app import make_app
+from m7_serving.server.http_protocol import HttpProtocol
+
+TICK_S = 0.05
+LAST_ANSWERS_S = 1.0
+"""Time for the answers to the requests that ended with the engine."""
+logger = logging.getLogger(__name__)
+
+
+class Signals:
+    """Counts SIGTERM and SIGINT while it is the context of the running event loop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> "Signals":
+        for each in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(each, self._count)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(each)
+
+    def _count(self) -> None:
+        self.number += 1
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server. It changes `capture_signals`: signals are handled here."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals as they are."""
+        yield
+
+
+async def serve(start: Callable[[], Awaitable[AsyncLLM]], config: ServerConfig, ready: Callable[[str], None]) -> bool:
+    """Serve the engine that `start` builds until a signal comes; return False if the engine has ended before.
+
+    `ready` is called with the server's URL once it answers. Raises `OSError` if the port cannot be used, and the errors
+    of `start`.
+    """
+    if config.is_open_to_others:
+        logger.warning("the server listens at %s without an API key: whoever reaches it may use it", config.host)
+    with closing(bound_socket(config)) as sock, Signals() as signals:
+        starting = asyncio.ensure_future(start())
+        await _until(lambda: starting.done() or signals.number > 0)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+            return True
+        llm = starting.result()
+        app = make_app(llm, config)
+        server = Server(uvicorn_config(app, config))
+        serving = asyncio.create_task(server.serve([sock]))
+        try:
+            await _until(lambda: server.started or serving.done())
+            if server.started:
+                ready(url_of(config, sock))
+            await _until(lambda: signals.number > 0 or llm.has_ended or serving.done())
+            has_ended = llm.has_ended
+            if has_ended:
+                await _log_end(llm)
+            await _drain(app, llm, server, config, signals)
+        finally:
+            await llm.close()
+            await _close(server)
+            await serving
+        return not has_ended
+
+
+def bound_socket(config: ServerConfig) -> socket.socket:
+    """Return a socket at the address of the configuration. Raises `OSError`."""
+    sock = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also while connections of an earlier server linger
+    try:
+        sock.bind((config.host, config.port))
+    except OSError as error:
+        sock.close()
+        raise OSError(f"cannot listen at {config.host}, port {config.port}: {error.strerror}") from None
+    return sock
+
+
+def url_of(config: ServerConfig, sock: socket.socket) -> str:
+    """Return the URL of the server at a socket."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{sock.getsockname()[1]}"
+
+
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """Return uvicorn's configuration. Errors of requests are logged by `error_shape.py`, not a second time."""
+    configured = uvicorn.Config(
+        app,
+        http=cast(type[asyncio.Protocol], partial(HttpProtocol, limits=config)),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=config.access_log,
+        server_header=False,
+        timeout_keep_alive=cast(int, config.keep_alive_timeout_s),
+        h11_max_incomplete_event_size=config.max_header_bytes,
+    )
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    return configured
+
+
+async def _drain(app: FastAPI, llm: AsyncLLM, server: Server, config: ServerConfig, signals: Signals) -> None:
+    """Reject new requests, and wait for the running ones: until the timeout, the second signal or the engine's end."""
+    app.state.is_draining = True
+    for connection in list(server.server_state.connections):
+        connection.shutdown()
+    is_done = lambda: llm.num_unfinished == 0 or signals.number > 1 or llm.has_ended  # noqa: E731
+    await _until(is_done, config.shutdown_timeout_s)
+
+
+async def _close(server: Server) -> None:
+    """Send the last answers, close all connections, and let uvicorn end."""
+    await _until(lambda: not server.server_state.tasks, LAST_ANSWERS_S)
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
+    server.should_exit = True
+
+
+async def _log_end(llm: AsyncLLM) -> None:
+    try:
+        await llm.stats()
+    except EngineError as error:
+        logger.error("the server ends, because no engine is left: %s", error)
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float = float("inf")) -> None:
+    """Wait until `condition` holds, or until the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(TICK_S)
