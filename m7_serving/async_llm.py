@@ -59,9 +59,7 @@ class AsyncLLM:
         self._thread.start()
 
     @classmethod
-    async def start(
-        cls, model: str | Path | None = None, *, max_requests: int = 256, **configs: Any
-    ) -> "AsyncLLM":
+    async def start(cls, model: str | Path | None = None, *, max_requests: int = 256, **configs: Any) -> "AsyncLLM":
         """Load a model, and return when its engines are ready. The arguments are those of `LLMEngine`.
 
         `max_requests`: number of requests that may be unfinished at the same time; more are rejected. Raises
@@ -212,7 +210,9 @@ class AsyncLLM:
         requests = []
         for index, prompt in enumerate(prompts):
             number = next(self._numbers)
-            own = f"req-{number}" if request_id is None else request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            own = (
+                f"req-{number}" if request_id is None else request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            )
             requests.append(
                 self.input_processor.process_request(
                     own, prompt, params, number=number, arrival_time=time.monotonic(), **options

@@ -63,7 +63,9 @@ class Tour:
             milliseconds = f"{(time.perf_counter() - began) * 1000:.0f}"
             choice = next(iter(chunk.choices), None)
             if choice is None:
-                table.add_row(milliseconds, "usage", f"{chunk.usage.prompt_tokens} + {chunk.usage.completion_tokens} tokens")
+                table.add_row(
+                    milliseconds, "usage", f"{chunk.usage.prompt_tokens} + {chunk.usage.completion_tokens} tokens"
+                )
             elif choice.finish_reason is not None:
                 table.add_row(milliseconds, "finish", choice.finish_reason)
             else:
@@ -129,7 +131,12 @@ class Tour:
         """What the server does not support is rejected by its name, before anything is queued."""
         open_part(self.console, "5. Requests that are rejected", self.show_errors)
         lines = []
-        for fields in ({"temperature": 7}, {"tool_choice": "required"}, {"extra_body": {"temprature": 1}}, {"model": "gpt-4"}):
+        for fields in (
+            {"temperature": 7},
+            {"tool_choice": "required"},
+            {"extra_body": {"temprature": 1}},
+            {"model": "gpt-4"},
+        ):
             try:
                 await self.create(QUESTION, **fields)
             except Exception as error:
@@ -164,7 +171,12 @@ class Tour:
 async def answered(client: Any, messages: list[dict[str, str]], params: SamplingParams, console: Console) -> str:
     """Print an answer as it comes; return it."""
     (model,) = (await client.models.list()).data
-    fields = {"temperature": params.temperature, "top_p": params.top_p, "max_tokens": params.max_tokens, "seed": params.seed}
+    fields = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "max_tokens": params.max_tokens,
+        "seed": params.seed,
+    }
     text = ""
     stream = await client.chat.completions.create(model=model.id, messages=messages, stream=True, **fields)
     async for chunk in stream:

@@ -23,11 +23,15 @@ def server() -> Iterator[Server]:
 
 def request_of(body: dict[str, Any], path: str = "/v1/chat/completions") -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
     return head.encode() + content
 
 
-async def leave(port: int, body: dict[str, Any], *, after_bytes: int = 0, after_s: float = 0.0, sent: float = 1.0) -> None:
+async def leave(
+    port: int, body: dict[str, Any], *, after_bytes: int = 0, after_s: float = 0.0, sent: float = 1.0
+) -> None:
     """Send a request, or a part of it; read so many bytes, or wait, and close the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     request = request_of(body)
@@ -42,7 +46,14 @@ async def leave(port: int, body: dict[str, Any], *, after_bytes: int = 0, after_
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(
     "moment",
-    [{"sent": 0.5}, {"after_s": 0.0}, {"after_s": 0.005}, {"after_s": 0.1}, {"after_bytes": 1000}, {"after_bytes": 5001}],
+    [
+        {"sent": 0.5},
+        {"after_s": 0.0},
+        {"after_s": 0.005},
+        {"after_s": 0.1},
+        {"after_bytes": 1000},
+        {"after_bytes": 5001},
+    ],
     ids=["body", "at once", "tokenizing", "running", "reading", "resetting"],
 )
 def test_a_client_that_goes_away_leaves_nothing(server: Server, stream: bool, n: int, moment: dict[str, Any]) -> None:
@@ -65,7 +76,11 @@ def test_waiting_clients_that_go_away_never_run(server: Server) -> None:
             writer.write(body.replace(b"HTTP/1.1\r\n", b"HTTP/1.1\r\nConnection: close\r\n"))
         await asyncio.sleep(0.05)
         await asyncio.gather(*(leave(server.port, chat(**LONG), after_s=0.02) for _ in range(20)))
-        return [await reader.read() for reader, _ in running]
+        found = [await reader.read() for reader, _ in running]
+        for _, writer in running:
+            writer.close()
+            await writer.wait_closed()
+        return found
 
     answers = asyncio.run(ask())
     assert all(json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 300 for answer in answers)
@@ -105,7 +120,9 @@ def test_clients_that_go_away_at_300_random_moments_leave_nothing(server: Server
         stream = random.random() < 0.6
         body = chat("red " * random.randint(1, 200), stream=stream, n=random.choice([1, 1, 2, 4]), **LONG)
         moment = random.choice([{"after_bytes": random.randint(1, 9000)}, {"after_s": random.expovariate(10)}])
-        await leave(server.port, body, sent=random.choice([0.4, 1.0, 1.0, 1.0]), **(moment if stream else {"after_s": 0.3}))
+        await leave(
+            server.port, body, sent=random.choice([0.4, 1.0, 1.0, 1.0]), **(moment if stream else {"after_s": 0.3})
+        )
 
     async def ask() -> None:
         for _ in range(10):
