@@ -7,6 +7,7 @@ IDEAS = {
     "m4_radix_cache": "start from cached prefixes",
     "m5_chunked_prefill_spec": "many tokens in one step",
     "m6_multimodal_pd": "images; two engines; overlapped steps",
+    "m7_serving": "many clients, one engine",
 }
 
 READING = {
@@ -90,7 +91,7 @@ READING = {
         ("disaggregation/decode_scheduler.py", "the queues before the running batch"),
         ("disaggregation/prebuilt.py", "a step without a forward"),
         ("disaggregation/engine.py", "all of it in one engine, and the loop around it"),
-        ("disaggregation/engine_side.py", "the common part of both sides: rooms, failures, messages"),
+        ("disaggregation/engine_side.py", "both sides: failures and messages, on top of the rooms of `room_side.py`"),
     ),
     "m6_multimodal_pd-overlap": (
         ("graph_runner.py", "captured steps: buckets, padding, inputs that never move"),

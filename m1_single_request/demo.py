@@ -143,7 +143,7 @@ class Conversation:
         """Answer line after line, until /quit or the end of the input."""
         commands = f"[dim]there is {', '.join(sorted(self.commands))} and /quit[/dim]"
         self.console.print(commands)
-        while (line := _read_line()) != "/quit":
+        while (line := read_line()) != "/quit":
             name, _, rest = line.partition(" ")
             if name in self.commands:
                 self.console.print(Text(self.commands[name](rest.strip()), style="dim"))
@@ -183,7 +183,7 @@ class Conversation:
         self.history += [question, {"role": "assistant", "content": shown}]
 
 
-def _read_line() -> str:
+def read_line() -> str:
     """Return a line of the user; /quit at the end of the input."""
     try:
         return input("you    > ").strip()

@@ -71,8 +71,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
 def configs_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the configurations of the engines, as keywords of `AsyncLLM.start`; set their number of threads."""
     configs: dict[str, Any] = {f"{name}_config": config_of(args, each) for name, each in CLASSES.items()}
-    if hosts := given(args, ServerConfig).get("allowed_media_hosts"):
-        urls = {"allowed_url_schemes": ("http", "https"), "allowed_url_hosts": tuple(hosts)}
+    if hosts := config_of(args, ServerConfig).allowed_media_hosts:
+        urls = {"allowed_url_schemes": ("http", "https"), "allowed_url_hosts": hosts}
         configs["multimodal_config"] = config_of(args, MultimodalConfig, **urls)
     if group := given(args, DisaggregationConfig):
         configs["disaggregation_config"] = DisaggregationConfig(**group)

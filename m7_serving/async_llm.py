@@ -153,14 +153,9 @@ class AsyncLLM:
         self._check_open()
         answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
 
-        def read(core: RouterCore) -> None:
-            try:
-                self._thread.post(_resolve, answer, core.stats())
-            except EngineError as error:
-                self._thread.post(_resolve, answer, None, error)
-
-        self._thread.submit(read)
-        await asyncio.wait([answer, self._thread.ended], return_when=asyncio.FIRST_COMPLETED)
+        self._thread.submit(lambda core: self._thread.post(_resolve, answer, core.stats()))
+        futures: list[asyncio.Future[Any]] = [answer, self._thread.ended]
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         self._check_open()
         return answer.result()
 
@@ -194,7 +189,7 @@ class AsyncLLM:
             )
         if self.num_unfinished + num_requests > self.max_requests:
             raise ServerBusyError(
-                f"{self.num_unfinished} requests are unfinished, and max_requests is {self.max_requests}: try again later"
+                f"{self.num_unfinished} requests are unfinished, and max_requests is {self.max_requests}: try later"
             )
 
     def _requests(
@@ -284,7 +279,7 @@ class AsyncLLM:
         self._mailboxes.clear()
 
 
-def _resolve(future: "asyncio.Future[Any]", value: Any, error: Exception | None = None) -> None:
+def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:
     """End a future, whose waiter may have been cancelled."""
     if not future.done():
-        future.set_result(value) if error is None else future.set_exception(error)
+        future.set_result(value)

@@ -79,7 +79,9 @@ class CoreThread(threading.Thread):
         try:
             for reader in readers_of(self.config.trace):
                 tracer.attach(reader)
-            self.core = build(self.config, PARTS, tracer)
+            core = build(self.config, PARTS, tracer)
+            assert isinstance(core, RouterCore), "the configuration is that of a group"
+            self.core = core
         except BaseException as error:
             tracer.close()
             self.post(_finish, self.ready, error)

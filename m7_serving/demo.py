@@ -69,7 +69,8 @@ async def served(clients: Callable[[str], Awaitable[None]], args: argparse.Names
 
     serving = asyncio.create_task(serve(start, config, lambda address: url.set_result(f"{address}/v1")))
     try:
-        await asyncio.wait([serving, url], return_when=asyncio.FIRST_COMPLETED)
+        futures: list[asyncio.Future[Any]] = [serving, url]
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if url.done():
             await clients(url.result())
     finally:
@@ -81,13 +82,9 @@ async def served(clients: Callable[[str], Awaitable[None]], args: argparse.Names
 async def converse(client: Any, params: SamplingParams, console: Console, prompt: str | None) -> None:
     """Answer the prompt, or one line after the other until /quit or the end of the input."""
     history: list[dict[str, str]] = []
-    while True:
-        line = prompt or await asyncio.to_thread(m1.read_line)
-        if line == "/quit":
-            return
-        history.append({"role": "user", "content": line})
-        text = await answered(client, history, params, console)
-        history.append({"role": "assistant", "content": text})
+    while (line := prompt or await asyncio.to_thread(m1.read_line)) != "/quit":
+        history.append({"role": "user", "content": line or ""})
+        history.append({"role": "assistant", "content": await answered(client, history, params, console)})
         if prompt is not None:
             return
 

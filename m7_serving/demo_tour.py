@@ -1,13 +1,14 @@
 """Tour of the demo: what clients of a server get, and what the engine does for them.
 
-Part of `python -m m7_serving.demo`; no part of the server depends on it. The remark that opens a part is the text of its
-method's docstring.
+Part of `python -m m7_serving.demo`; no part of the server depends on it. The remark that opens a part is the text of
+its method's docstring.
 """
 
 import asyncio
 import base64
+import os
+import signal
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -56,7 +57,8 @@ class Tour:
 
     async def show_stream(self) -> None:
         """Each chunk of a stream has the text since the one before. The trace of the engine core has the same id, with
-        "chatcmpl-": the router sends the request to the engine's process, which answers with token ids after each step."""
+        "chatcmpl-": the router sends the request to the engine's process, which answers with token ids after each
+        step."""
         open_part(self.console, "1. A client and its stream", self.show_stream)
         began, table = time.perf_counter(), Table("ms", "chunk", "content")
         async for chunk in await self.create(QUESTION, stream=True):
@@ -70,8 +72,7 @@ class Tour:
                 table.add_row(milliseconds, "finish", choice.finish_reason)
             else:
                 table.add_row(milliseconds, "role" if choice.delta.role else "delta", Text(repr(choice.delta.content)))
-        rows = table.row_count
-        self.console.print(table if rows <= 16 else table)
+        self.console.print(table)
         self.explain(chunk.id)
 
     async def show_clients(self) -> None:
@@ -101,12 +102,10 @@ class Tour:
         """A client closes its connection in the middle of a long answer. The server sees the close, aborts the request,
         and the engine frees its memory with the end of the step that runs."""
         open_part(self.console, "3. A client that goes away", self.show_disconnect)
-        num_chunks = 0
         stream = await self.create(QUESTION, stream=True, max_tokens=800, extra_body={"ignore_eos": True})
-        async for chunk in stream:
-            num_chunks += 1
-            if num_chunks == 10:
-                break
+        chunks = aiter(stream)
+        for _ in range(num_chunks := 10):
+            chunk = await anext(chunks)
         await stream.close()
         for _ in range(100):
             if any(event.rid == chunk.id for _, event in self.records.of(Finish)):
@@ -147,9 +146,6 @@ class Tour:
         """SIGTERM comes while a client reads. New requests are rejected, this one may finish, and then the processes
         end."""
         open_part(self.console, "6. The end", self.show_end)
-        import os
-        import signal
-
         text, stream = "", await self.create(QUESTION, stream=True, max_tokens=64, extra_body={"ignore_eos": True})
         os.kill(os.getpid(), signal.SIGTERM)
         async for chunk in stream:
@@ -159,13 +155,12 @@ class Tour:
 
     def explain(self, rid: str) -> None:
         """Print the life of a request: when it was routed, aborted and finished, in the words of the trace."""
-        lines = [
-            f"step {record_step}: {event.explain()}"
-            for kind in (RequestRouted, Abort, Finish)
-            for record_step, event in self.records.of(kind)
-            if event.rid == rid
+        events: list[tuple[int, Any]] = [
+            *self.records.of(RequestRouted),
+            *self.records.of(Abort),
+            *self.records.of(Finish),
         ]
-        bullets(self.console, lines)
+        bullets(self.console, [f"step {step}: {event.explain()}" for step, event in events if event.rid == rid])
 
 
 async def answered(client: Any, messages: list[dict[str, str]], params: SamplingParams, console: Console) -> str:

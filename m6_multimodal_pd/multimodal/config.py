@@ -9,7 +9,7 @@ needs to read an image (`media_process.py`). vLLM: `MultiModalConfig`, `EncoderC
 import re
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -75,10 +75,12 @@ class MultimodalConfig:
         return self.encoder_budget or ENCODER_BUDGETS.get(device_type, ENCODER_BUDGETS["cpu"])
 
 
-def check_hosts(hosts: object) -> None:
+def check_hosts(hosts: Any) -> None:
     """Raise `ConfigError` unless these are names of hosts, without ports, or None."""
-    is_list = isinstance(hosts, tuple | list | frozenset | set)
-    if hosts is not None and not (is_list and all(isinstance(host, str) and HOST.fullmatch(host) for host in hosts)):
+    if hosts is None:
+        return
+    is_list = isinstance(hosts, tuple | list)
+    if not is_list or not all(isinstance(host, str) and HOST.fullmatch(host) for host in hosts):
         raise ConfigError(f"allowed_url_hosts={shown(hosts)} must be a tuple of names, such as ('images.example.org',)")
 
 

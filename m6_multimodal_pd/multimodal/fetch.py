@@ -3,8 +3,9 @@
 A URL makes this machine read data that its sender cannot reach: files, the local network, the metadata address of a
 cloud. So `file`, `http` and `https` are rejected until `MultimodalConfig` allows them, a redirect is followed only to
 an allowed URL, and no more bytes than the limit are read. An allowed `https` means every host, unless
-`allowed_url_hosts` names some: then addresses are checked, too (`fetch_address.py`). vLLM: `MediaConnector` (`multimodal/media`), with `allowed_local_media_path` and `allowed_media_domains`;
-SGLang: `load_image` in `utils/common.py`.
+`allowed_url_hosts` names some: then addresses are checked, too (`fetch_address.py`). vLLM: `MediaConnector`
+(`multimodal/media`), with `allowed_local_media_path` and `allowed_media_domains`; SGLang: `load_image` in
+`utils/common.py`.
 """
 
 import base64

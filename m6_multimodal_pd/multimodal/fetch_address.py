@@ -13,7 +13,7 @@ TRANSLATED = IPv6Network("64:ff9b::/96")
 """Addresses whose last four bytes are an IPv4 address that a gateway connects to (RFC 6052)."""
 
 
-def connect_to_public(address: tuple[str, int], timeout: float, source_address: Any = None) -> socket.socket:
+def connect_to_public(address: tuple[str, int], timeout: float, source_address: Any) -> socket.socket:
     """Return a connection to (host, port), as `socket.create_connection`. Raises `OSError` if no address is public."""
     error = OSError(f"{address[0]} has no public address")
     for _, _, _, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):

@@ -39,7 +39,7 @@ async def chunks(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the chunks of an answer, the first one once the engine has a token. Raises as `answer`."""
     call, choices = _call(llm, request, model, request_id, watch), await Choices.of(llm, request)
-    async with aclosing(stream(call, choices.parts)) as found:
+    async with aclosing(stream(call, choices.pieces)) as found:
         async for chunk in found:
             yield chunk
 
@@ -73,7 +73,7 @@ class Choices:
             prompts.append(prompt)
         return cls(llm, request, prompts)
 
-    def parts(self, delta: Delta) -> Iterator[dict[str, Any]]:
+    def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Yield the choices of a delta's chunks: none for tokens without text, unless they have log-probabilities."""
         if delta.is_first and self.request.echo:
             output = delta.output
@@ -86,10 +86,10 @@ class Choices:
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         """Return the choice of an answer: its parts joined."""
-        *parts, end = self.parts(delta)
-        logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+        *pieces, end = self.pieces(delta)
+        logprobs = [part["logprobs"] for part in pieces if part["logprobs"] is not None]
         joined = {name: [value for one in logprobs for value in one[name]] for name in (logprobs or [{}])[0]}
-        return {**end, "text": "".join(part["text"] for part in parts), "logprobs": joined or None}
+        return {**end, "text": "".join(part["text"] for part in pieces), "logprobs": joined or None}
 
     def _part(
         self, delta: Delta, text: str, token_ids: Sequence[int], rows: Sequence[TokenLogprobs | None] | None

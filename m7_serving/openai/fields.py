@@ -104,5 +104,6 @@ def without_absent(
                 reason = f"this server does not support it; its value is {shown(value)}"
                 raise field_error(reason, name, "unsupported_parameter")
         elif name not in no_effect:
-            raise field_error("this server has no such field", name[:LONGEST_SHOWN], "unknown_parameter")
+            valid = name[:LONGEST_SHOWN].encode(errors="replace").decode()  # JSON can contain half a surrogate pair
+            raise field_error("this server has no such field", valid, "unknown_parameter")
     return present

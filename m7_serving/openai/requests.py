@@ -94,11 +94,15 @@ Texts = Annotated[list[str], Field(fail_fast=True), Tag("[texts]")]
 IdLists = Annotated[list[TokenIds], Field(fail_fast=True), Tag("[ids]")]
 Prompts = Annotated[
     Annotated[Texts | IdLists, Discriminator(_kind_of_prompts)],
-    BeforeValidator(_as_prompts),
+    BeforeValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     AfterValidator(_without_empty),
 ]
-Stops = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS), BeforeValidator(_as_list)]
-Biases = Annotated[dict[int, float], BeforeValidator(_by_token_id)]
+Stops = Annotated[
+    list[str],
+    Field(fail_fast=True, max_length=MAX_STOPS),
+    BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
+]
+Biases = Annotated[dict[int, float], BeforeValidator(_by_token_id, json_schema_input_type=dict[str, float])]
 TemplateOptions = Annotated[dict[str, Any], AfterValidator(_without_reserved)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -170,7 +174,7 @@ class GenerationRequest(Body):
     model: str | None = None
     """Name of a served model; None for the only one."""
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    temperature: float = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable
 from importlib.metadata import version
-from types import ModuleType
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -22,7 +21,7 @@ from m1_single_request.errors import EngineError, shown
 from m6_multimodal_pd.config import DEFAULT_MODEL
 from m7_serving.async_llm import AsyncLLM
 from m7_serving.config import ServerConfig
-from m7_serving.errors import EngineUnavailableError
+from m7_serving.errors import EngineUnavailableError, ServerBusyError
 from m7_serving.openai import chat, completions, tokens
 from m7_serving.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from m7_serving.server.auth import RequireKey
@@ -38,7 +37,7 @@ ERROR_RESPONSE = {"description": "Error", "content": {"application/json": {"sche
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
-    """Return the ASGI application that serves `llm`. While `app.state.is_draining` it rejects new requests."""
+    """Return the ASGI application that serves `llm`. While `app.state.is_draining` it starts no request."""
     name = served_name(llm, config)
     metrics = Metrics(name)
     app = FastAPI(
@@ -49,8 +48,8 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         responses={"4XX": ERROR_RESPONSE, "5XX": ERROR_RESPONSE},
     )
     app.state.is_draining = False
-    app.include_router(openai_routes(llm, config, metrics, name))
-    app.include_router(operator_routes(llm, metrics, name))
+    app.include_router(openai_routes(app, llm, config, metrics, name))
+    app.include_router(operator_routes(app, llm, metrics, name))
     if config.api_key:
         app.add_middleware(RequireKey, keys=config.api_key)
     app.add_middleware(Limits, config=config)  # the last one is the first that a request meets
@@ -64,14 +63,15 @@ def served_name(llm: AsyncLLM, config: ServerConfig) -> str:
     return config.served_model_name or (DEFAULT_MODEL.name if model == DEFAULT_MODEL else str(model))
 
 
-def openai_routes(llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: str) -> APIRouter:
+def openai_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: str) -> APIRouter:
     """Return the routes that need the model."""
     router, timeout_s = APIRouter(), config.request_timeout_s
 
-    def generated(api: ModuleType, request: ChatCompletionRequest | CompletionRequest) -> Response:
+    def generated(request: ChatCompletionRequest | CompletionRequest, make: Callable[..., Any]) -> Response:
         if request.model not in (None, name):
             return unknown_model(request.model)
-        make = api.chunks if request.stream else api.answer
+        if app.state.is_draining:
+            raise ServerBusyError("the server is shutting down")
         work = make(llm, request, model=name, request_id=uuid.uuid4().hex, watch=metrics.watch)
         return StreamingAnswer(work, timeout_s) if request.stream else WholeAnswer(work, timeout_s)
 
@@ -83,12 +83,12 @@ def openai_routes(llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: s
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
-        return generated(chat, request)
+        return generated(request, chat.chunks if request.stream else chat.answer)
 
     @router.post("/v1/completions")
     async def create_completion(request: CompletionRequest) -> Response:
         """Continue prompts."""
-        return generated(completions, request)
+        return generated(request, completions.chunks if request.stream else completions.answer)
 
     @router.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> Response:
@@ -103,7 +103,7 @@ def openai_routes(llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: s
     return router
 
 
-def operator_routes(llm: AsyncLLM, metrics: Metrics, name: str) -> APIRouter:
+def operator_routes(app: FastAPI, llm: AsyncLLM, metrics: Metrics, name: str) -> APIRouter:
     """Return the routes that need no computation."""
     router = APIRouter()
     model = {
@@ -126,9 +126,9 @@ def operator_routes(llm: AsyncLLM, metrics: Metrics, name: str) -> APIRouter:
 
     @router.get("/health", response_model=None)
     async def health() -> dict[str, str]:
-        """Return 200 if the engines can answer, else 503."""
-        if not llm.is_serving:
-            raise EngineUnavailableError("the engine is not ready")
+        """Return 200 if new requests can be answered, else 503."""
+        if app.state.is_draining or not llm.is_serving:
+            raise EngineUnavailableError("the server does not answer requests now")
         return {}
 
     @router.get("/metrics")

@@ -91,7 +91,9 @@ class HttpProtocol(H11Protocol):
         return self._is_answering and not self.cycle.more_body
 
     def _on_slow_headers(self) -> None:
-        self._reject(failure(408, f"the headers did not arrive within {self.limits.header_timeout_s:g} s"))
+        if self.conn.trailing_data[0]:
+            self._reject(failure(408, f"the headers did not arrive within {self.limits.header_timeout_s:g} s"))
+        self.transport.close()
 
     def _reject(self, rejected: Failure) -> None:
         """Answer without the application, unless an answer has begun, and close the connection."""

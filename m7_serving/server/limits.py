@@ -7,16 +7,21 @@ milestone. vLLM: `--h11-max-incomplete-event-size`, `validate_json_request`; it 
 """
 
 import asyncio
+from contextlib import suppress
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from m7_serving.config import ServerConfig
-from m7_serving.server.error_shape import RETRY_AFTER, Failure, failure
+from m7_serving.server.error_shape import Failure, failure
+
+DISCARD_S = 2.0
+"""Time for which the rest of a rejected body is read."""
 
 
 class Limits:
-    """ASGI middleware: rejects requests that are too large, too slow, no JSON, or come while the server shuts down."""
+    """ASGI middleware: rejects requests that are too large, too slow or no JSON. While the server shuts down it closes
+    the connection after every answer."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self.app, self.config = app, config
@@ -24,27 +29,29 @@ class Limits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it."""
         body = Body(self.config, scope, receive)
-        is_draining = scope["app"].state.is_draining
 
         async def send_and_close(message: Message) -> None:
-            if message["type"] == "http.response.start" and (is_draining or not body.is_complete):
-                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            if message["type"] == "http.response.start":
+                if scope["app"].state.is_draining or not body.is_complete:
+                    message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            elif not body.is_complete and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await body.discard()
+                message = {"type": "http.response.body"}
             await send(message)
 
-        rejected = self._rejected(scope, is_draining)
+        rejected = self._rejected(scope)
         if rejected is None:
             await self.app(scope, body.receive, send_and_close)
         else:
             await rejected.response(scope, receive, send_and_close)
 
-    def _rejected(self, scope: Scope, is_draining: bool) -> Failure | None:
+    def _rejected(self, scope: Scope) -> Failure | None:
         """Return the answer to a request that the application may not have."""
         headers = dict(scope["headers"])
-        size = len(scope["raw_path"]) + len(scope["query_string"])
-        if size + sum(len(name) + len(value) for name, value in scope["headers"]) > self.config.max_header_bytes:
+        sizes = (len(name) + len(value) + 4 for name, value in scope["headers"])  # with the colon and the line's end
+        if len(scope["raw_path"]) + len(scope["query_string"]) + sum(sizes) > self.config.max_header_bytes:
             return failure(431, f"the headers have more than {self.config.max_header_bytes:,} bytes")
-        if is_draining and (scope["method"] == "POST" or scope["path"] == "/health"):
-            return failure(503, "the server is shutting down", RETRY_AFTER, code="server_shutting_down")
         if scope["method"] != "POST":
             return None
         # A page of any site can make a browser post to this server, but not with this type unless the server agrees.
@@ -82,6 +89,13 @@ class Body:
         self._check_size(self._num_bytes)
         self.is_complete = not message.get("more_body", False)
         return message
+
+    async def discard(self) -> None:
+        """Read the rest, for a limited time: a client that is sending loses an answer whose connection is closed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while (await self._receive()).get("more_body", False):
+                    pass
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._config.max_body_bytes:

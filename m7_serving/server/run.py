@@ -98,7 +98,8 @@ async def serve(start: Callable[[], Awaitable[AsyncLLM]], config: ServerConfig, 
 
 def bound_socket(config: ServerConfig) -> socket.socket:
     """Return a socket at the address of the configuration. Raises `OSError`."""
-    sock = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only if it is named
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also while connections of an earlier server linger
     try:
         sock.bind((config.host, config.port))

@@ -1,7 +1,7 @@
 """The events of every milestone, with an example of each: what the tests beside this file hold to one contract.
 
-A new milestone joins by being there. Its events stand in modules whose names end with `events`, its examples in the
-table `EXAMPLES` of `tests/<milestone>/event_examples.py`, each with words that its sentences must hold.
+A milestone that brings events joins by being there. Its events stand in modules whose names end with `events`, its
+examples in the table `EXAMPLES` of `tests/<milestone>/event_examples.py`, each with words that its sentences must hold.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from types import ModuleType
 from m1_single_request.trace_event import Event
 
 ROOT = Path(__file__).parents[2]
-MILESTONES = sorted(path.parent.name for path in ROOT.glob("m[1-9]_*/__init__.py"))
+MILESTONES = sorted({path.relative_to(ROOT).parts[0] for path in ROOT.glob("m[1-9]_*/**/*events.py")})
 
 
 def event_modules(milestone: str) -> list[ModuleType]:

@@ -40,6 +40,8 @@ class FakeLLM:
         """Awaited before the first token, and before each other one."""
         self.error: Exception | None = None
         """Of the last output, in place of `length`."""
+        self.padding = ""
+        """Further text of each token."""
         self.widths: list[int] = []
         """Number of outputs of each admitted call."""
         self.ends: list[float] = []
@@ -85,8 +87,8 @@ class FakeLLM:
         """Return the output after `num` tokens."""
         is_last = num == self.num_tokens
         reason = None if not is_last else "length" if self.error is None else "error"
-        token_ids = tuple(range(num))
-        completions = [CompletionOutput(index, TEXT[:num], token_ids, None, None, reason) for index in range(n)]
+        text, token_ids = TEXT[:num] + self.padding * num, tuple(range(num))
+        completions = [CompletionOutput(index, text, token_ids, None, None, reason) for index in range(n)]
         prompt_ids = tuple(prompt) if isinstance(prompt, list) and isinstance(prompt[0], int) else (1, 2, 3)
         metrics = RequestMetrics(start, first, time.monotonic() if is_last else None, len(prompt_ids), 2, num * n)
         error = self.error if is_last else None

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+from uvicorn.loops.auto import auto_loop_factory
 
 from m7_serving.config import ServerConfig
 from m7_serving.server.app import make_app
@@ -23,7 +24,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
 
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test in an event loop of its own, for a limited time."""
+    """Run a test in an event loop of its own, of the server's kind, for a limited time."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **keywords: Any) -> None:
@@ -31,7 +32,8 @@ def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...
             async with asyncio.timeout(LIMIT_S):
                 await test(*arguments, **keywords)
 
-        asyncio.run(limited())
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            runner.run(limited())
 
     return run
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Coroutine
 from contextlib import aclosing
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_texts_of_the_front_are_those_of_an_engine_alone(runner: asyncio.Runner,
                 assert (own.finish_reason, own.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
                 assert (own.logprobs is None) == (theirs.logprobs is None)
             assert (stream[-1].prompt_logprobs is None) == (alone.prompt_logprobs is None)
-            for before, after in zip(stream, stream[1:], strict=False):
+            for before, after in pairwise(stream):
                 for one, two in zip(before.outputs, after.outputs, strict=True):
                     assert two.text.startswith(one.text) and two.token_ids[: len(one.token_ids)] == one.token_ids
     assert runner.run(is_idle(llm))

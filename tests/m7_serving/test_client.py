@@ -150,7 +150,7 @@ def test_an_image_in_a_data_url(client: OpenAI, engine: LLMEngine) -> None:
 def test_joined_deltas_are_the_whole_answer_and_that_of_an_engine_alone(
     server: Server, engine: LLMEngine, number: int
 ) -> None:
-    """Random requests, many at a time: hot answers have half characters, and stop strings end in the middle of tokens."""
+    """Random requests, many at a time: hot answers have half characters, and stop strings end inside tokens."""
     random = Random(1)
     asked = []
     for _ in range(number):
@@ -198,7 +198,7 @@ def test_models_and_errors_as_the_client_knows_them(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-4"):
         client.chat.completions.create(**chat(model="gpt-4"))
     with pytest.raises(openai.BadRequestError, match="temperature") as error:
-        client.chat.completions.create(**chat(temperature=-1))
+        client.chat.completions.create(**chat(temperature=7))
     assert error.value.param == "temperature" and error.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model=MODEL, prompt="red " * 100_000)

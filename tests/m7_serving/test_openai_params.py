@@ -84,7 +84,6 @@ def test_for_a_prompt_alone_one_token_is_computed() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("temperature", -1),
         ("top_p", 0),
         ("top_p", 1.5),
         ("min_p", 2),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import ValidationError
 
 from m7_serving.openai import fields
 from m7_serving.openai.fields import InvalidFieldError
@@ -170,6 +171,16 @@ def test_an_unknown_field_is_refused_by_its_name(request_class: type[Body], valu
     assert "stopp" in str(error)
 
 
+def test_half_a_surrogate_pair_is_no_harm() -> None:
+    assert problem(CompletionRequest, COMPLETION | {"\ud800": 1}).param == "?"
+    for name in ("tools", "stop", "model", "cache_salt", "temperature", "messages", "logit_bias", "stream_options"):
+        for value in ("\ud800", ["\ud800"], {"\ud800": "\ud800"}):
+            try:
+                chat(**{name: value})
+            except InvalidFieldError as error:
+                assert str(error).encode() and error.param.encode()
+
+
 def test_a_chat_has_no_prompt_and_a_completion_no_messages() -> None:
     assert problem(ChatCompletionRequest, CHAT | {"prompt": "x"}).code == "unknown_parameter"
     assert problem(CompletionRequest, COMPLETION | CHAT).param == "messages"
@@ -198,6 +209,26 @@ def test_nothing_of_an_input_is_repeated_at_length() -> None:
     problem(CompletionRequest, {"prompt": "x", "logit_bias": {str(i): "x" for i in range(100_000)}})
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["x", *[1] * 1000]},
+        {"prompt": [1, *["x"] * 1000]},
+        {"prompt": [[1], *["x"] * 1000]},
+        {"prompt": "x", "stop": [1] * 1000},
+        {"prompt": "x", "stop_token_ids": ["x"] * 1000},
+        {"prompt": "x", "logit_bias": {str(i): "x" for i in range(1000)}},
+        {f"field {i}": 1 for i in range(1000)},
+        {"messages": ["x"] * 1000},
+        {"messages": [{"role": "user", "content": ["x"] * 1000}]},
+    ],
+)
+def test_a_thousand_mistakes_are_one_error(body: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        (ChatCompletionRequest if "messages" in body else CompletionRequest).model_validate(body)
+    assert caught.value.error_count() == 1
+
+
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +236,8 @@ def test_nothing_of_an_input_is_repeated_at_length() -> None:
     ("name", "value"),
     [
         ("temperature", "1"),
+        ("temperature", 2.5),
+        ("temperature", -0.5),
         ("temperature", True),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
@@ -431,9 +464,10 @@ def test_tokens_are_token_ids(tokens: Any) -> None:
 
 # --- anything ---------------------------------------------------------------------------------------------------------
 
+TEXTS = st.text(st.characters(), max_size=5)  # also half a surrogate pair
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=8,
 )
 NAMES = sorted({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields, *fields.CHAT, "user"})
@@ -446,4 +480,4 @@ def test_any_json_is_a_request_or_an_error_with_a_name(body: dict[str, Any]) -> 
             parsed(request_class, minimal(request_class) | body)
         except InvalidFieldError as error:
             assert error.param and str(error).startswith(error.param) and len(str(error)) < 500
-            json.dumps([str(error), error.param, error.code])
+            json.dumps([str(error), error.param, error.code], ensure_ascii=False).encode()

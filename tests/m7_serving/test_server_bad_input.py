@@ -82,7 +82,6 @@ HEADERS = {
     "no HTTP": (400, b"hello\r\n\r\n"),
     "TLS": (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"),
     "no host": (400, b"GET /health HTTP/1.1\r\n\r\n"),
-    "HTTP/3.0": (400, b"GET /health HTTP/3.0\r\nHost: a\r\n\r\n"),
     "space in a header's name": (400, b"GET /health HTTP/1.1\r\nHost: a\r\nA B: 1\r\n\r\n"),
     "NUL in a header": (400, b"GET /health HTTP/1.1\r\nHost: a\r\nA: \0\r\n\r\n"),
     "path not in ASCII": (400, "GET /é HTTP/1.1\r\nHost: a\r\n\r\n".encode()),

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from m7_serving.server import limits
 from tests.m7_serving.fake_llm import FakeLLM, never
 from tests.m7_serving.running import COMPLETION, MODEL, answer_of, asynchronous, check_error, request, running, until
 
@@ -33,7 +34,8 @@ async def test_a_body_that_is_announced_too_large_is_not_waited_for() -> None:
 
 
 @asynchronous
-async def test_a_body_that_becomes_too_large_is_not_read_to_its_end() -> None:
+async def test_a_body_that_becomes_too_large_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DISCARD_S", 0.1)
     async with running(max_body_bytes=1000) as server:
         reader, writer = await server.connect()
         writer.write(request(b"", "/v1/completions", CHUNKED, length=False) + chunk(b" " * 900))
@@ -172,6 +174,7 @@ async def test_an_unused_connection_is_closed() -> None:
 @asynchronous
 async def test_a_client_that_does_not_read_is_disconnected() -> None:
     llm = FakeLLM(num_tokens=10**9)
+    llm.padding = "x" * 200_000
     async with running(llm, write_timeout_s=0.2) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(request(json.dumps({**COMPLETION, "stream": True, "max_tokens": 10**9}).encode()))
@@ -236,10 +239,12 @@ async def test_a_client_that_leaves_behind_a_second_request_ends_the_first(strea
 @asynchronous
 async def test_many_requests_come_over_one_connection() -> None:
     async with running() as server:
-        limits = httpx.Limits(max_connections=1)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", limits=limits) as client:
+        pool = httpx.Limits(max_connections=1)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", limits=pool) as client:
+            start = time.monotonic()
             for _ in range(20):
                 assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 200
                 assert (await client.get("/health")).status_code == 200
                 assert (await client.post("/v1/completions", json={**COMPLETION, "n": 0})).status_code == 400
             assert len(server.server.server_state.connections) == 1
+            assert time.monotonic() - start < 1.5  # without TCP_NODELAY an answer in two parts takes 40 ms

@@ -112,12 +112,12 @@ def test_two_servers_have_metrics_of_their_own() -> None:
 
 
 def test_the_throughput_is_that_since_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = asyncio.run(FakeLLM().stats())
     times = iter([0.0, 2.0, 2.5, 4.0])
     monkeypatch.setattr("m7_serving.server.metrics.time.monotonic", lambda: next(times))
-    metrics, llm = Metrics("a"), FakeLLM()
+    metrics = Metrics("a")
 
     def throughput(num_tokens: int) -> float:
-        stats = asyncio.run(llm.stats())
         object.__setattr__(stats, "num_output_tokens", num_tokens)
         (line,) = [line for line in metrics.page(stats).decode().splitlines() if line.startswith("sglang:gen_through")]
         return float(line.split()[1])

@@ -62,6 +62,7 @@ async def serving(llm: FakeLLM | None = None, **settings: Any) -> AsyncIterator[
     assert found.llm.is_closed
     port = int(found.url.rpartition(":")[2])
     with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -89,7 +90,7 @@ async def test_running_requests_may_finish() -> None:
         await until(lambda: server.call.done() or is_draining(server), 5)
         late = await client.post("/v1/completions", json=COMPLETION)
         error = check_error(late.status_code, late.json(), 503)
-        assert error["code"] == "server_shutting_down" and late.headers["connection"] == "close"
+        assert error["message"] == "the server is shutting down" and late.headers["connection"] == "close"
         assert late.headers["retry-after"] == "1"
         assert (await client.get("/health")).status_code == 503
         assert (await client.get("/metrics")).status_code == 200
@@ -153,8 +154,9 @@ async def test_a_request_whose_body_comes_after_the_signal_is_rejected() -> None
         server.signal()
         await until(lambda: is_draining(server))
         slow.write(BODY)
-        status, _, body = await answer_of(slow_reader)
-        check_error(status, body, 503)
+        status, headers, body = await answer_of(slow_reader)
+        error = check_error(status, body, 503)
+        assert error["message"] == "the server is shutting down" and headers["connection"] == "close"
         llm.first = at_once
         writer.close()  # ends the running request
         assert await server.call
@@ -164,6 +166,7 @@ async def test_a_request_whose_body_comes_after_the_signal_is_rejected() -> None
 @asynchronous
 async def test_clients_that_send_or_read_nothing_do_not_hold_the_server() -> None:
     llm = FakeLLM(num_tokens=10**9)
+    llm.padding = "x" * 200_000
     async with serving(llm, shutdown_timeout_s=0.1) as server:
         opened = [await server.connect() for _ in range(4)]
         opened[1][1].write(b"POST /v1/comp")

@@ -243,8 +243,8 @@ def _kill(children: dict[str, Child], restarts: "RestartLimit") -> None:
 
 
 class RestartLimit:
-    """Limit for the restarts of each engine within RESTART_WINDOW_S, and the delay of each: none for the first, then 1, 2,
-    4 ... seconds. systemd: `StartLimitBurst` within `StartLimitIntervalSec`; `RestartSteps`."""
+    """Limit for the restarts of each engine within RESTART_WINDOW_S, and the delay of each: none for the first, then 1,
+    2, 4 ... seconds. systemd: `StartLimitBurst` within `StartLimitIntervalSec`; `RestartSteps`."""
 
     def __init__(self, at_most: int) -> None:
         self.at_most = at_most
