@@ -207,6 +207,7 @@ def test_models_and_errors_as_the_client_knows_them(client: OpenAI) -> None:
         client.chat.completions.create(**chat(tools=[{"type": "function", "function": {"name": "f"}}]))
 
 
+@pytest.mark.exhaustive  # two more processes
 def test_a_group_of_two_engines_gives_the_same_answers(client: OpenAI) -> None:
     questions = [chat(f"What is {number}?", n=2, temperature=1.0, seed=number) for number in range(4)]
     expected = [client.chat.completions.create(**each).choices for each in questions]

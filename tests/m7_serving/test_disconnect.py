@@ -12,6 +12,7 @@ import pytest
 from tests.m7_serving.servers import Server, chat, serving
 
 LONG = {"max_tokens": 800, "ignore_eos": True}
+pytestmark = pytest.mark.exhaustive  # by default: `test_server_disconnect.py` and `test_async_llm.py`
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,6 @@ def test_a_client_behind_a_proxy_goes_away(server: Server) -> None:
     assert server.is_idle()
 
 
-@pytest.mark.exhaustive
 def test_clients_that_go_away_at_300_random_moments_leave_nothing(server: Server) -> None:
     random = Random(3)
 

@@ -95,6 +95,7 @@ HEADERS = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("kind", INVALID_BODIES)
 @asynchronous
 async def test_an_invalid_body_is_answered_with_an_error(kind: str) -> None:
@@ -105,6 +106,7 @@ async def test_an_invalid_body_is_answered_with_an_error(kind: str) -> None:
         assert server.llm.widths == [] and (await server.post()).status_code == 200
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", HEADERS)
 @asynchronous
 async def test_an_invalid_request_is_answered_with_an_error(kind: str) -> None:
