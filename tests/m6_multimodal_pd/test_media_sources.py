@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from m6_multimodal_pd import InvalidMediaError
+from m6_multimodal_pd import ConfigError, InvalidMediaError, MultimodalConfig
+from m6_multimodal_pd.multimodal import fetch_address
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from tests.m6_multimodal_pd import media_files
 from tests.m6_multimodal_pd.media_files import encoded, read
@@ -202,6 +203,50 @@ def test_no_redirect_leads_out_of_the_web(site: str, tmp_path: Path, target: str
 def test_a_redirect_leads_only_to_a_scheme_that_is_allowed(site: str) -> None:
     says = refused(f"{site}/to?https://127.0.0.1:1/x", allowed_url_schemes=("http",))
     assert "leads to 'https://127.0.0.1:1/x': https: URLs are refused" in says
+
+
+def test_only_named_hosts_are_reached_also_by_a_redirect(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_address, "is_public", lambda address: True)
+    named: dict[str, Any] = {"allowed_url_schemes": ("http",), "allowed_url_hosts": ("127.0.0.1",)}
+    assert np.array_equal(load(f"{site}/picture", **named), PIXELS)
+    assert "not one of allowed_url_hosts" in refused(site.replace("127.0.0.1", "localhost") + "/picture", **named)
+    assert "not one of allowed_url_hosts" in refused(f"{site}/to?http://localhost:1/x", **named)
+    assert "not one of allowed_url_hosts" in refused("http://user@127.0.0.1@other/x", **named)
+    assert "not one of allowed_url_hosts" in refused(f"{site}/picture", **named | {"allowed_url_hosts": ()})
+
+
+def test_a_named_host_is_reached_at_a_public_address_only(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy would be reached, and could reach everything."""
+    monkeypatch.setenv("http_proxy", site)
+    for host in ("127.0.0.1", "localhost"):
+        says = refused(
+            site.replace("127.0.0.1", host) + "/picture", allowed_url_schemes=("http",), allowed_url_hosts=(host,)
+        )
+        assert f"{host} has no public address" in says
+    assert not Site.asked
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("93.184.216.34", True),
+        ("2606:2800:220:1:248:1893:25c8:1946", True),
+        ("::ffff:93.184.216.34", True),
+        ("64:ff9b::5db8:d822", True),
+        *((address, False) for address in ("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.0.1", "169.254.169.254")),
+        *((address, False) for address in ("0.0.0.0", "100.64.0.1", "224.0.0.1", "255.255.255.255", "198.18.0.1")),
+        *((address, False) for address in ("::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:10.0.0.1")),
+        *((address, False) for address in ("64:ff9b::a00:1", "2002:a00:1::1", "2001:db8::1")),
+    ],
+)
+def test_an_address_is_public_or_not(address: str, expected: bool) -> None:
+    assert fetch_address.is_public(address) is expected
+
+
+@pytest.mark.parametrize("hosts", ["example.org", ("a b",), ("http://a",), (1,), ("example.org:80",)])
+def test_hosts_are_names(hosts: Any) -> None:
+    with pytest.raises(ConfigError, match="allowed_url_hosts"):
+        MultimodalConfig(allowed_url_hosts=hosts)
 
 
 def test_no_more_than_the_limit_is_read(site: str) -> None:
