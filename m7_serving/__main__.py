@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from uvicorn.loops.auto import auto_loop_factory
 
 from m1_single_request import demo as m1
 from m1_single_request.demo_tour import text_of
+from m1_single_request.errors import ConfigError
 from m1_single_request.flags import add_flags, config_of, given
 from m6_multimodal_pd import demo as m6
 from m6_multimodal_pd.config import ModelConfig, MultimodalConfig, SchedulerConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m7_serving import AsyncLLM, CacheConfig, SpeculativeConfig
 from m7_serving.config import ServerConfig
-from m7_serving.server.run import serve
 
 LIMITS = "max_requests max_connections max_header_bytes max_body_bytes"
 TIMES = "header_timeout_s=--header-timeout body_timeout_s=--body-timeout write_timeout_s=--write-timeout "
@@ -32,7 +31,7 @@ TIMES += "shutdown_timeout_s=--shutdown-timeout"
 IMAGES = "max_items max_file_bytes min_pixels max_pixels encoder_budget embedding_cache_bytes num_media_processes"
 OF_THE_ENGINE = ("model", "launches", "batching", "prefix cache", "KV memory", "drafts", "engines that share the work")
 FLAGS: m1.Flags = {
-    "server": (ServerConfig, "host port api_key served_model_name allowed_media_hosts=--allowed-media-host access_log"),
+    "server": (ServerConfig, "host port api_key served_model_name allowed_media_hosts access_log"),
     "limits of requests": (ServerConfig, LIMITS),
     "times": (ServerConfig, TIMES),
     **{title: m6.FLAGS[title] for title in OF_THE_ENGINE},
@@ -58,6 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Serve with the configuration of the flags, until a signal. Raises `SystemExit` if the engines have ended."""
+    try:
+        from uvicorn.loops.auto import auto_loop_factory
+
+        from m7_serving.server.run import serve
+    except ImportError as error:
+        raise ConfigError(f'the server needs more packages (pip install "stepwise-llm[serve]"): {error}') from error
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     keys = os.environ.get("STEPWISE_API_KEY")
     config = config_of(args, ServerConfig, api_key=(keys,) if keys else ())

@@ -30,6 +30,7 @@ from m7_serving.server.limits import Limits
 from m7_serving.server.metrics import Metrics
 from m7_serving.server.sse import StreamingAnswer, WholeAnswer
 
+Make = Callable[..., Any]
 ERRORS = (RequestValidationError, HTTPException, EngineError, TimeoutError, Exception)
 ERROR_FIELDS = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
 ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "object", "properties": ERROR_FIELDS}}}
@@ -67,15 +68,16 @@ def openai_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Me
     """Return the routes that need the model."""
     router, timeout_s = APIRouter(), config.request_timeout_s
 
-    def generated(request: ChatCompletionRequest | CompletionRequest, make: Callable[..., Any]) -> Response:
+    def generated(answer: Make, chunks: Make, request: ChatCompletionRequest | CompletionRequest) -> Response:
         if request.model not in (None, name):
             return unknown_model(request.model)
         if app.state.is_draining:
             raise ServerBusyError("the server is shutting down")
+        make, answer_class = (chunks, StreamingAnswer) if request.stream else (answer, WholeAnswer)
         work = make(llm, request, model=name, request_id=uuid.uuid4().hex, watch=metrics.watch)
-        return StreamingAnswer(work, timeout_s) if request.stream else WholeAnswer(work, timeout_s)
+        return answer_class(work, timeout_s)
 
-    def converted(convert: Callable[..., Any], request: TokenizeRequest | DetokenizeRequest) -> Response:
+    def converted(convert: Make, request: TokenizeRequest | DetokenizeRequest) -> Response:
         if request.model not in (None, name):
             return unknown_model(request.model)
         return WholeAnswer(convert(llm, request), timeout_s)
@@ -83,12 +85,12 @@ def openai_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Me
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
-        return generated(request, chat.chunks if request.stream else chat.answer)
+        return generated(chat.answer, chat.chunks, request)
 
     @router.post("/v1/completions")
     async def create_completion(request: CompletionRequest) -> Response:
         """Continue prompts."""
-        return generated(request, completions.chunks if request.stream else completions.answer)
+        return generated(completions.answer, completions.chunks, request)
 
     @router.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> Response:

@@ -66,7 +66,7 @@ class HttpProtocol(H11Protocol):
             self._reject(failure(400, f"this is no valid HTTP request: {error or msg}"))
 
     def shutdown(self) -> None:
-        """Close the connection, after the answer to a running request. uvicorn would report that the client left."""
+        """Close the connection, after the answer to a running request. Some releases of uvicorn end that one, too."""
         if self._is_answering:
             self.cycle.keep_alive = False
         else:

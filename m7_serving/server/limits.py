@@ -15,6 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from m7_serving.config import ServerConfig
 from m7_serving.server.error_shape import Failure, failure
 
+MAX_VALUES = 1_000_000
+"""Maximum number of commas and brackets in a body. Each may begin a Python object, whose memory is 30 times the text,
+and no other request is served while JSON is parsed."""
 DISCARD_S = 2.0
 """Time for which the rest of a rejected body is read."""
 
@@ -68,7 +71,7 @@ class Body:
     def __init__(self, config: ServerConfig, scope: Scope, receive: Receive) -> None:
         headers = dict(scope["headers"])
         self._config, self._receive = config, receive
-        self._num_bytes = 0
+        self._num_bytes = self._num_values = 0
         self._num_announced = int(headers.get(b"content-length", b"0"))
         self._deadline = asyncio.get_running_loop().time() + config.body_timeout_s
         self.is_complete = not self._num_announced and b"transfer-encoding" not in headers
@@ -85,8 +88,12 @@ class Body:
         except TimeoutError:
             seconds = f"{self._config.body_timeout_s:g} s"
             raise HTTPException(408, f"the body did not arrive within {seconds}") from None
-        self._num_bytes += len(message.get("body", b""))
+        part = message.get("body", b"")
+        self._num_bytes += len(part)
         self._check_size(self._num_bytes)
+        self._num_values += sum(map(part.count, (b",", b"[", b"{")))
+        if self._num_values > MAX_VALUES:
+            raise HTTPException(413, f"the body has more than {MAX_VALUES:,} commas and brackets")
         self.is_complete = not message.get("more_body", False)
         return message
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -17,6 +18,7 @@ from m1_single_request.outputs import RequestOutput
 from m6_multimodal_pd.outputs import EngineStats
 from m7_serving.openai.usage import usage
 
+M = TypeVar("M", Gauge, Counter, Histogram)
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds
 LONG = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 MIN_INTERVAL_S = 1.0
@@ -29,20 +31,30 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._num_running = self._gauge("num_running_reqs", "Requests that run")
-        self._num_waiting = self._gauge("num_queue_reqs", "Requests that wait")
-        self._num_used_tokens = self._gauge("num_used_tokens", "Tokens of the KV memory that running requests occupy")
-        self._token_usage = self._gauge("token_usage", "Share of the KV memory that running requests occupy")
-        self._hit_rate = self._gauge("cache_hit_rate", "Cached tokens as a share of all tokens of admitted requests")
-        self._throughput = self._gauge("gen_throughput", "Output tokens per second since the last reading")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests")
-        self._output_tokens = self._counter("generation_tokens", "Output tokens of answered requests")
-        self._cached_tokens = self._counter("cached_tokens", "Prompt tokens of answered requests that were cached")
-        self._num_requests = self._counter("num_requests", "Answered requests")
-        self._num_aborted = self._counter("num_aborted_requests", "Requests whose client left")
-        self._first_token_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token", LONG)
-        self._gap_s = self._histogram("inter_token_latency_seconds", "Between two tokens of an output", SHORT)
-        self._request_s = self._histogram("e2e_request_latency_seconds", "From arrival to the end", LONG)
+        self._num_running = self._new(Gauge, "num_running_reqs", "Requests that run")
+        self._num_waiting = self._new(Gauge, "num_queue_reqs", "Requests that wait")
+        self._num_used_tokens = self._new(
+            Gauge, "num_used_tokens", "Tokens of the KV memory that running requests occupy"
+        )
+        self._token_usage = self._new(Gauge, "token_usage", "Share of the KV memory that running requests occupy")
+        self._hit_rate = self._new(
+            Gauge, "cache_hit_rate", "Cached tokens as a share of all tokens of admitted requests"
+        )
+        self._throughput = self._new(Gauge, "gen_throughput", "Output tokens per second since the last reading")
+        self._prompt_tokens = self._new(Counter, "prompt_tokens", "Prompt tokens of answered requests")
+        self._output_tokens = self._new(Counter, "generation_tokens", "Output tokens of answered requests")
+        self._cached_tokens = self._new(Counter, "cached_tokens", "Prompt tokens of answered requests that were cached")
+        self._num_requests = self._new(Counter, "num_requests", "Answered requests")
+        self._num_aborted = self._new(
+            Counter, "num_aborted_requests", "Requests whose client left, or that took too long"
+        )
+        self._first_token_s = self._new(
+            Histogram, "time_to_first_token_seconds", "From arrival to the first token", buckets=LONG
+        )
+        self._gap_s = self._new(
+            Histogram, "inter_token_latency_seconds", "Between two tokens of an output", buckets=SHORT
+        )
+        self._request_s = self._new(Histogram, "e2e_request_latency_seconds", "From arrival to the end", buckets=LONG)
         self._reading = (time.monotonic(), 0)  # time and number of output tokens
 
     def page(self, stats: EngineStats) -> bytes:
@@ -98,15 +110,9 @@ class Metrics:
                 times[index] = now
         newest[index] = output
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"sglang:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"sglang:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"sglang:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
-        return histogram.labels(self._model_name)
+    def _new(self, kind: type[M], name: str, text: str, **options: Any) -> M:
+        metric = kind(f"sglang:{name}", text, ["model_name"], registry=self.registry, **options)
+        return metric.labels(self._model_name)
 
 
 def _num_tokens(output: RequestOutput) -> int:

@@ -4,11 +4,13 @@
 
 The port is bound first, so that one that is in use fails at once, but nothing listens until the model is loaded. On
 SIGTERM or SIGINT new requests are rejected and unused connections closed, running requests may finish within the
-timeout, and the rest ends with the engine; a second signal ends the waiting. uvicorn's own handling of signals would
-cancel the running requests. New in this milestone. vLLM: `serve_http`, `--shutdown-timeout`; SGLang: `launch_server`.
+timeout, and the rest ends with the engine; a second signal ends the waiting. uvicorn itself cancels what
+has not finished, without an answer. New in this milestone. vLLM: `serve_http`, `--shutdown-timeout`; SGLang:
+`launch_server`.
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -27,29 +29,24 @@ from m7_serving.config import ServerConfig
 from m7_serving.server.app import make_app
 from m7_serving.server.http_protocol import HttpProtocol
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TICK_S = 0.05
 LAST_ANSWERS_S = 1.0
 """Time for the answers to the requests that ended with the engine."""
 logger = logging.getLogger(__name__)
 
 
-class Signals:
-    """Counts SIGTERM and SIGINT while it is the context of the running event loop."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def __enter__(self) -> "Signals":
-        for each in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(each, self._count)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().remove_signal_handler(each)
-
-    def _count(self) -> None:
-        self.number += 1
+@contextmanager
+def received_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT while it is the context of the running event loop."""
+    loop, received = asyncio.get_running_loop(), list[int]()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, received.append, number)
+    try:
+        yield received
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
 
 
 class Server(uvicorn.Server):
@@ -69,31 +66,40 @@ async def serve(start: Callable[[], Awaitable[AsyncLLM]], config: ServerConfig, 
     """
     if config.is_open_to_others:
         logger.warning("the server listens at %s without an API key: whoever reaches it may use it", config.host)
-    with closing(bound_socket(config)) as sock, Signals() as signals:
+    with closing(bound_socket(config)) as sock, received_signals() as signals:
         starting = asyncio.ensure_future(start())
-        await _until(lambda: starting.done() or signals.number > 0)
+        await _until(lambda: starting.done() or bool(signals))
         if not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
             return True
-        llm = starting.result()
-        app = make_app(llm, config)
-        server = Server(uvicorn_config(app, config))
-        serving = asyncio.create_task(server.serve([sock]))
-        try:
-            await _until(lambda: server.started or serving.done())
-            if server.started:
-                ready(url_of(config, sock))
-            await _until(lambda: signals.number > 0 or llm.has_ended or serving.done())
-            has_ended = llm.has_ended
-            if has_ended:
-                await _log_end(llm)
-            await _drain(app, llm, server, config, signals)
-        finally:
-            await llm.close()
-            await _close(server)
-            await serving
-        return not has_ended
+        async with starting.result() as llm:
+            return await _serve(llm, sock, config, ready, signals)
+
+
+async def _serve(
+    llm: AsyncLLM, sock: socket.socket, config: ServerConfig, ready: Callable[[str], None], signals: list[int]
+) -> bool:
+    """Serve a loaded engine; return as `serve`."""
+    app = make_app(llm, config)
+    gc.collect()  # and keep what is there out of later collections: each would stop all streams for 0.1 s
+    gc.freeze()
+    server = Server(uvicorn_config(app, config))
+    serving = asyncio.create_task(server.serve([sock]))
+    try:
+        await _until(lambda: server.started or serving.done())
+        if server.started:
+            ready(url_of(config, sock))
+        await _until(lambda: bool(signals) or llm.has_ended or serving.done())
+        has_ended = llm.has_ended
+        if has_ended:
+            await _log_end(llm)
+        await _drain(app, llm, server, config, signals)
+    finally:
+        await llm.close()
+        await _close(server)
+        await serving
+    return not has_ended
 
 
 def bound_socket(config: ServerConfig) -> socket.socket:
@@ -133,12 +139,12 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     return configured
 
 
-async def _drain(app: FastAPI, llm: AsyncLLM, server: Server, config: ServerConfig, signals: Signals) -> None:
+async def _drain(app: FastAPI, llm: AsyncLLM, server: Server, config: ServerConfig, signals: list[int]) -> None:
     """Reject new requests, and wait for the running ones: until the timeout, the second signal or the engine's end."""
     app.state.is_draining = True
     for connection in list(server.server_state.connections):
         connection.shutdown()
-    is_done = lambda: llm.num_unfinished == 0 or signals.number > 1 or llm.has_ended  # noqa: E731
+    is_done = lambda: llm.num_unfinished == 0 or len(signals) > 1 or llm.has_ended  # noqa: E731
     await _until(is_done, config.shutdown_timeout_s)
 
 

@@ -106,3 +106,9 @@ class FakeLLM:
 
     async def close(self) -> None:
         self.is_closed = self.has_ended = True
+
+    async def __aenter__(self) -> "FakeLLM":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

@@ -86,18 +86,19 @@ async def running(llm: FakeLLM | None = None, **settings: Any) -> AsyncIterator[
     llm, config = llm or FakeLLM(), ServerConfig(port=0, **settings)
     app: Any = make_app(llm, config)  # type: ignore[arg-type]
     with bound_socket(config) as sock:
-        port, server = sock.getsockname()[1], Server(uvicorn_config(app, config))
-        serving = asyncio.create_task(server.serve([sock]))
-        await until(lambda: server.started)
-        found = Running(llm, server, app, port)
+        server = Server(uvicorn_config(app, config))
+        server.config.load()  # as `serve` does it, without its pauses of 0.1 s
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup([sock])
+        found = Running(llm, server, app, sock.getsockname()[1])
         try:
             yield found
         finally:
             await found.client.aclose()
             for connection in list(server.server_state.connections):
                 connection.transport.abort()
-            server.should_exit = True
-            await serving
+            await until(lambda: not server.server_state.connections and not server.server_state.tasks)
+            server.servers[0].close()
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = LIMIT_S) -> None:

@@ -43,7 +43,9 @@ def test_an_engine_that_is_killed_ends_its_requests_with_503_and_is_started_agai
     with serving() as server, OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
         for _ in range(2):
             (pid,) = server.engines()
-            stream = client.chat.completions.create(**chat(max_tokens=2000), stream=True, extra_body={"ignore_eos": True})
+            stream = client.chat.completions.create(
+                **chat(max_tokens=2000), stream=True, extra_body={"ignore_eos": True}
+            )
             next(iter(stream))
             os.kill(pid, signal.SIGKILL)
             began = time.monotonic()

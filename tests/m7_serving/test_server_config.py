@@ -1,5 +1,6 @@
 """Configuration of the server and its command line."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -52,13 +53,17 @@ def test_every_field_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["--help"])
     text = capsys.readouterr().out
-    names = [name.removesuffix("_s") for name in ServerConfig.__dataclass_fields__ if name != "allowed_media_hosts"]
-    names.append("allowed_media_host")
-    for name in names:
-        assert f"--{name.replace('_', '-')}" in text
+    for name in ServerConfig.__dataclass_fields__:
+        assert f"--{name.removesuffix('_s').replace('_', '-')}" in text
 
 
 def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--port", "99999"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("ConfigError: port=99999") and error.count("\n") == 1
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn.loops.auto", None)
+    assert main.main([]) == 2
+    assert 'pip install "stepwise-llm[serve]"' in capsys.readouterr().err

@@ -59,6 +59,15 @@ async def test_a_body_of_the_largest_size_is_accepted(is_chunked: bool) -> None:
         assert (await server.send(sent))[0] == 200
 
 
+@pytest.mark.parametrize("value", [b"[]", b"{}", b"1", b'{"a":[]}'])
+@asynchronous
+async def test_a_body_of_very_many_values_is_not_parsed(value: bytes) -> None:
+    async with running() as server:
+        values = b",".join([value] * (limits.MAX_VALUES + 1))
+        status, _, body = await server.send(request(b'{"prompt": "a", "metadata": [%s]}' % values))
+        assert "commas" in check_error(status, body, 413)["message"]
+
+
 @asynchronous
 async def test_clients_get_the_answer_to_a_body_that_is_too_large() -> None:
     prompt = "a" * 20_000_000
@@ -201,6 +210,19 @@ async def test_one_connection_too_many_is_rejected() -> None:
         assert (await server.get("/health")).status_code == 200
         for _, writer in opened:
             writer.close()
+
+
+@asynchronous
+async def test_a_client_with_one_connection_too_many_gets_the_answer() -> None:
+    async with running(max_connections=1) as server:
+        _, writer = await server.connect()
+        await until(lambda: server.server.server_state.connections)
+        url = f"http://127.0.0.1:{server.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+            for _ in range(20):
+                with pytest.raises(openai.InternalServerError, match="too many connections"):
+                    await client.completions.create(model=MODEL, prompt="a" * 200_000)
+        writer.close()
 
 
 @asynchronous
