@@ -56,9 +56,12 @@ class Tour:
         return await self.client.chat.completions.create(messages=messages, **given)
 
     async def show_stream(self) -> None:
-        """Each chunk of a stream has the text since the one before. The trace of the engine core has the same id, with
+        """Run one client, and print its chunks and the trace of its request.
+
+        Each chunk of a stream has the text since the one before. The trace of the engine core has the same id, with
         "chatcmpl-": the router sends the request to the engine's process, which answers with token ids after each
-        step."""
+        step.
+        """
         open_part(self.console, "1. A client and its stream", self.show_stream)
         began, table = time.perf_counter(), Table("ms", "chunk", "content")
         async for chunk in await self.create(QUESTION, stream=True):
@@ -76,8 +79,11 @@ class Tour:
         self.explain(chunk.id)
 
     async def show_clients(self) -> None:
-        """All clients come at once and have one system prompt. The engine runs them in one batch, and computes the
-        system prompt once: the cached tokens stand in every answer's usage."""
+        """Run many clients at once, and print their times.
+
+        All clients come at once and have one system prompt. The engine runs them in one batch, and computes the
+        system prompt once: the cached tokens stand in every answer's usage.
+        """
         open_part(self.console, f"2. {NUM_CLIENTS} clients at once", self.show_clients)
         questions = [f"What is the code of {NOUNS[number % len(NOUNS)]}?" for number in range(NUM_CLIENTS)]
         began = time.perf_counter()
@@ -99,8 +105,11 @@ class Tour:
         return text, first, (time.perf_counter() - began) * 1000, chunk.usage
 
     async def show_disconnect(self) -> None:
-        """A client closes its connection in the middle of a long answer. The server sees the close, aborts the request,
-        and the engine frees its memory with the end of the step that runs."""
+        """Close the connection of a client, and print the trace of its request.
+
+        A client closes its connection in the middle of a long answer. The server sees the close, aborts the request,
+        and the engine frees its memory with the end of the step that runs.
+        """
         open_part(self.console, "3. A client that goes away", self.show_disconnect)
         stream = await self.create(QUESTION, stream=True, max_tokens=800, extra_body={"ignore_eos": True})
         chunks = aiter(stream)
@@ -115,7 +124,10 @@ class Tour:
         self.explain(chunk.id)
 
     async def show_picture(self) -> None:
-        """A picture comes as a data URL in the request. The server opens no other URL unless its host is allowed."""
+        """Ask about a picture.
+
+        A picture comes as a data URL in the request. The server opens no other URL unless its host is allowed.
+        """
         open_part(self.console, "4. A picture over HTTP", self.show_picture)
         url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
         parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is at the left?"}]
@@ -127,7 +139,10 @@ class Tour:
         bullets(self.console, lines)
 
     async def show_errors(self) -> None:
-        """What the server does not support is rejected by its name, before anything is queued."""
+        """Send requests that the server rejects.
+
+        What the server does not support is rejected by its name, before anything is queued.
+        """
         open_part(self.console, "5. Requests that are rejected", self.show_errors)
         lines = []
         for fields in (
@@ -143,8 +158,11 @@ class Tour:
         bullets(self.console, lines)
 
     async def show_end(self) -> None:
-        """SIGTERM comes while a client reads. New requests are rejected, this one may finish, and then the processes
-        end."""
+        """Stop the server while a client reads.
+
+        SIGTERM comes while a client reads. New requests are rejected, this one may finish, and then the processes
+        end.
+        """
         open_part(self.console, "6. The end", self.show_end)
         text, stream = "", await self.create(QUESTION, stream=True, max_tokens=64, extra_body={"ignore_eos": True})
         os.kill(os.getpid(), signal.SIGTERM)
