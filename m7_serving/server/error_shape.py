@@ -71,8 +71,9 @@ def failure_of(error: Exception) -> Failure:
             return failure(503, str(error), RETRY_AFTER, code="engine_unavailable")
         case TimeoutError():
             return failure(503, "the request took longer than the server allows", code="request_timeout")
-    logger.error("a request has failed", exc_info=error)
-    if isinstance(error, ENGINE_ERRORS):
+    is_engines = isinstance(error, ENGINE_ERRORS)
+    logger.error("a request has failed: %s", error, exc_info=None if is_engines else error)
+    if is_engines:
         return failure(503, "the engine of this request was lost or has ended", RETRY_AFTER, code="engine_unavailable")
     return failure(500, "the server failed to answer this request; its log has the error")
 

@@ -119,10 +119,11 @@ def test_clients_that_go_away_at_300_random_moments_leave_nothing(server: Server
         await asyncio.sleep(random.random() * 3)
         stream = random.random() < 0.6
         body = chat("red " * random.randint(1, 200), stream=stream, n=random.choice([1, 1, 2, 4]), **LONG)
-        moment = random.choice([{"after_bytes": random.randint(1, 9000)}, {"after_s": random.expovariate(10)}])
-        await leave(
-            server.port, body, sent=random.choice([0.4, 1.0, 1.0, 1.0]), **(moment if stream else {"after_s": 0.3})
-        )
+        moment: dict[str, Any] = {"after_s": random.expovariate(10)}
+        sent = random.choice([0.4, 1.0, 1.0, 1.0])
+        if stream and sent == 1.0 and random.random() < 0.5:
+            moment = {"after_bytes": random.randint(1, 9000)}
+        await leave(server.port, body, sent=sent, **moment)
 
     async def ask() -> None:
         for _ in range(10):
