@@ -67,8 +67,9 @@ def test_a_missing_answer_fails() -> None:
         compare(CLEAR, CLEAR_ANSWERS[:-1])
 
 
-def test_every_milestone_on_disk_is_held_to_the_comparison() -> None:
-    on_disk = {path.parent.name for path in ROOT.glob("m[1-9]_*/__init__.py")}
+def test_every_milestone_with_an_engine_is_held_to_the_comparison() -> None:
+    """m7 has m6's engine, to which its own tests compare it."""
+    on_disk = {path.parent.name for path in ROOT.glob("m[1-9]_*/llm_engine.py")}
     assert on_disk == {variant.milestone for variant in VARIANTS}
 
 
