@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +26,7 @@ from m6_multimodal_pd.wire import Codec
 from tests.m6_multimodal_pd.processes import free_address, process_of
 from tests.m6_multimodal_pd.silent_engine import SilentEngine
 
-ROLES = get_args(messages.Role)
+ROLES: tuple[messages.Role, ...] = ("prefill", "decode")
 SILENT_S = 1.0
 """`heartbeat_timeout_s` where that is what is waited for."""
 AT_ONCE_S = 5.0
