@@ -21,7 +21,7 @@ from m1_single_request.flags import add_flags, config_of, given
 from m6_multimodal_pd import demo as m6
 from m6_multimodal_pd.config import ModelConfig, MultimodalConfig, SchedulerConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m7_serving import AsyncLLM, CacheConfig, SpeculativeConfig
+from m7_serving import AsyncLLM, CacheConfig, SpeculativeConfig, TraceConfig
 from m7_serving.config import ServerConfig
 
 LIMITS = "max_requests max_connections max_header_bytes max_body_bytes"
@@ -29,13 +29,15 @@ TIMES = "header_timeout_s=--header-timeout body_timeout_s=--body-timeout write_t
 TIMES += "keep_alive_timeout_s=--keep-alive-timeout request_timeout_s=--request-timeout "
 TIMES += "shutdown_timeout_s=--shutdown-timeout"
 IMAGES = "max_items max_file_bytes min_pixels max_pixels encoder_budget embedding_cache_bytes num_media_processes"
-OF_THE_ENGINE = ("model", "launches", "batching", "prefix cache", "KV memory", "drafts", "engines that share the work")
+OF_THE_ENGINE = ("model", "launches", "batching", "prefix cache", "KV memory", "drafts")
 FLAGS: m1.Flags = {
-    "server": (ServerConfig, "host port api_key served_model_name allowed_media_hosts access_log"),
+    "server": (ServerConfig, "host port api_key served_model_name operator_socket allowed_media_hosts access_log"),
     "limits of requests": (ServerConfig, LIMITS),
     "times": (ServerConfig, TIMES),
     **{title: m6.FLAGS[title] for title in OF_THE_ENGINE},
+    "engines": (DisaggregationConfig, "both prefill decode devices transport"),
     "images": (MultimodalConfig, IMAGES),
+    "trace": (TraceConfig, "jsonl=--trace-file"),
     "threads": (m1.DemoConfig, "threads"),
 }
 CLASSES = {
@@ -44,6 +46,7 @@ CLASSES = {
     "cache": CacheConfig,
     "speculative": SpeculativeConfig,
     "multimodal": MultimodalConfig,
+    "trace": TraceConfig,
 }
 
 
@@ -79,8 +82,8 @@ def configs_of(args: argparse.Namespace) -> dict[str, Any]:
     if hosts := config_of(args, ServerConfig).allowed_media_hosts:
         urls = {"allowed_url_schemes": ("http", "https"), "allowed_url_hosts": hosts}
         configs["multimodal_config"] = config_of(args, MultimodalConfig, **urls)
-    if group := given(args, DisaggregationConfig):
-        configs["disaggregation_config"] = DisaggregationConfig(**group)
+    is_pair = not given(args, DisaggregationConfig).keys().isdisjoint(("prefill", "decode"))
+    configs["disaggregation_config"] = config_of(args, DisaggregationConfig, both=0 if is_pair else 1)
     threads = config_of(args, m1.DemoConfig).threads or (1 if configs["model_config"].model is None else None)
     if threads is not None:
         torch.set_num_threads(threads)

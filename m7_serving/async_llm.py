@@ -23,8 +23,15 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
 from m1_single_request.config import assemble_config
-from m1_single_request.errors import EngineClosedError, EngineError, InvalidRequestError, shown
-from m1_single_request.field_rules import valid
+from m1_single_request.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    shown,
+)
+from m1_single_request.field_rules import PositiveInt, valid
 from m1_single_request.input_processor import InputProcessor, Prompt, RequestOptions, check_name
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import Request
@@ -34,12 +41,14 @@ from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
 from m6_multimodal_pd.llm_engine import LLMEngine
 from m6_multimodal_pd.outputs import EngineStats
-from m7_serving.core_thread import CoreThread
+from m7_serving.core_thread import CoreThread, finish
 from m7_serving.errors import EngineUnavailableError, ServerBusyError
 from m7_serving.mailbox import Mailbox
 
 T = TypeVar("T")
 ONE_ENGINE = DisaggregationConfig(both=1)
+PAUSE_S = 0.02
+"""Seconds between two looks at what is unfinished."""
 
 
 class AsyncLLM:
@@ -54,8 +63,11 @@ class AsyncLLM:
         self._thread.ended.add_done_callback(self._end)
         self._tokenizer = ThreadPoolExecutor(1, "tokenizer")
         self._mailboxes: dict[str, Mailbox] = {}
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         self._numbers = count()
-        self._end_error: Exception | None = None
+        self.end_error: Exception | None = None
+        """Once no engine will answer any more: the error that unfinished and new requests raise."""
         self._thread.start()
 
     @classmethod
@@ -65,7 +77,7 @@ class AsyncLLM:
         `max_requests`: number of requests that may be unfinished at the same time; more are rejected. Raises
         `ConfigError`, and the errors of building an engine.
         """
-        valid("max_requests", max_requests, int, InvalidRequestError)
+        valid("max_requests", max_requests, PositiveInt, ConfigError)
         config = assemble_config(EngineConfig, DEFAULT_MODEL, model, configs)
         llm = cls(replace(config, disaggregation=config.disaggregation or ONE_ENGINE), max_requests)
         try:
@@ -84,11 +96,6 @@ class AsyncLLM:
     def is_serving(self) -> bool:
         """Whether the engines can answer now."""
         return self._thread.is_serving
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether no engine will answer any more."""
-        return self._end_error is not None
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -131,6 +138,7 @@ class AsyncLLM:
         try:
             make = partial(self._requests, list(prompts), params or SamplingParams(), request_id, options)
             requests = await self.in_tokenizer_thread(make)
+            await self._may_start.wait()
             self._check_admissible(0)
             mailbox = self._open(requests, final_only)
             try:
@@ -150,12 +158,37 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """Return the totals of all engines, as `LLMEngine.stats`. Raises `EngineClosedError`, or the error with which
         the engines have ended."""
-        self._check_open()
-        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        return await self.call(lambda core: core.stats())  # type: ignore[return-value]
 
-        self._thread.submit(lambda core: self._thread.post(_resolve, answer, core.stats()))
+    async def pause(self) -> None:
+        """Let new requests wait for `resume`; return when those that run have ended."""
+        self._may_start.clear()
+        while self._mailboxes or await self.call(lambda core: core.has_unfinished_requests()):
+            await asyncio.sleep(PAUSE_S)
+
+    def resume(self) -> None:
+        """Start the requests that wait since `pause`."""
+        self._may_start.set()
+
+    async def call(self, function: Callable[[RouterCore], T]) -> T:
+        """Call a function with the engine core, between two steps; return its value, or raise its error."""
+        self._check_open()
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def run(core: RouterCore) -> None:
+            try:
+                value = function(core)
+            except Exception as error:
+                self._thread.post(finish, answer, None, error)
+            else:
+                self._thread.post(finish, answer, value)
+
+        self._thread.submit(run)
         futures: list[asyncio.Future[Any]] = [answer, self._thread.ended]
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answer.cancel()  # if it is not done
         self._check_open()
         return answer.result()
 
@@ -175,8 +208,8 @@ class AsyncLLM:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._end_error is not None:
-            raise self._end_error
+        if self.end_error is not None:
+            raise self.end_error
 
     def _check_admissible(self, num_requests: int) -> None:
         """Raise an error unless so many more requests can be admitted now."""
@@ -216,12 +249,12 @@ class AsyncLLM:
         return requests
 
     def _open(self, requests: list[Request], final_only: bool) -> Mailbox:
-        """Queue requests, and return their mailbox. Raises `InvalidRequestError` for an id that is in use here."""
+        """Queue requests, and return their mailbox. Raises `DuplicateRequestError` for an id that is in use here."""
         mailbox = Mailbox([request.request_id for request in requests])
         for request in requests:
             request.final_only = final_only
             if request.request_id in self._mailboxes:
-                raise InvalidRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
+                raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: unfinished")
         self._mailboxes |= dict.fromkeys(mailbox.unfinished, mailbox)
 
         def add(core: RouterCore) -> None:
@@ -273,13 +306,8 @@ class AsyncLLM:
         self._end_all(error if isinstance(error, Exception) else EngineClosedError("the engine was closed"))
 
     def _end_all(self, error: Exception) -> None:
-        self._end_error = self._end_error or error
+        self.end_error = self.end_error or error
+        self._may_start.set()
         for mailbox in list(self._mailboxes.values()):
             mailbox.fail(error)
         self._mailboxes.clear()
-
-
-def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:
-    """End a future, whose waiter may have been cancelled."""
-    if not future.done():
-        future.set_result(value)

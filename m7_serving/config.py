@@ -32,6 +32,9 @@ class ServerConfig:
     default."""
     served_model_name: str | None = None
     """Name of the model in requests and answers. Default: the path or the hub id of the model."""
+    operator_socket: str | None = None
+    """Path of the socket for operators' calls, such as `/flush_cache`. Default: stepwise-PORT.sock in the folder
+    XDG_RUNTIME_DIR, or in that for temporary files."""
     allowed_media_hosts: Sequence[str] = ()
     """Host from which an `image_url` may be fetched. May be repeated. Default: none, only `data:` URLs are read."""
     max_requests: PositiveInt = 256
@@ -61,8 +64,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         self._check_text("host", self.host)
-        if self.served_model_name is not None:
-            self._check_text("served_model_name", self.served_model_name)
+        for name in ("served_model_name", "operator_socket"):
+            if getattr(self, name) is not None:
+                self._check_text(name, getattr(self, name))
         for name in ("api_key", "allowed_media_hosts"):
             values = getattr(self, name)
             if not isinstance(values, tuple | list):

@@ -84,13 +84,13 @@ class CoreThread(threading.Thread):
             self.core = core
         except BaseException as error:
             tracer.close()
-            self.post(_finish, self.ready, error)
-            self.post(_finish, self.ended, None)
+            self.post(finish, self.ready, None, error)
+            self.post(finish, self.ended)
             return
         failure: BaseException | None = None
         try:
             self._look()
-            self.post(_finish, self.ready, None)
+            self.post(finish, self.ready)
             while not self._is_stopping:
                 self._turn()
         except BaseException as error:  # an engine core that is dead, or a reader of the trace that fails
@@ -99,7 +99,7 @@ class CoreThread(threading.Thread):
             self.is_serving = False
             self.core.close()
             tracer.close()
-            self.post(_finish, self.ended, failure)
+            self.post(finish, self.ended, None, failure)
 
     def _turn(self) -> None:
         """Execute the calls that have come, and run a step; wait for a call if there is no request."""
@@ -141,11 +141,11 @@ class CoreThread(threading.Thread):
         self.deliver(newest)
 
 
-def _finish(future: "asyncio.Future[None]", error: BaseException | None) -> None:
+def finish(future: "asyncio.Future[Any]", value: Any = None, error: BaseException | None = None) -> None:
     """End a future, whose waiter may have been cancelled."""
-    if future.cancelled():
+    if future.done():
         return
     if error is None:
-        future.set_result(None)
+        future.set_result(value)
     else:
         future.set_exception(error)

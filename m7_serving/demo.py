@@ -11,7 +11,8 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from functools import partial
 
 from rich.console import Console
 
@@ -21,14 +22,13 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.flags import config_of
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import ConsoleReader, Records
+from m6_multimodal_pd.errors import EngineLostError
 from m7_serving import AsyncLLM
 from m7_serving.__main__ import FLAGS as OF_THE_SERVER, configs_of
 from m7_serving.config import ServerConfig
-from m7_serving.demo_tour import Tour, answered
-from m7_serving.server.run import serve
 
 FLAGS: m1.Flags = {
-    **{title: flags for title, flags in OF_THE_SERVER.items() if title != "server"},
+    **{title: flags for title, flags in OF_THE_SERVER.items() if title not in ("server", "trace")},
     "sampling": m1.FLAGS["sampling"],
 }
 
@@ -42,8 +42,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
     """Start a server, and run its clients: the tour, or the prompt or the chat that the flags request."""
     try:
         from openai import AsyncOpenAI
+
+        from m7_serving.demo_tour import Chat, Tour
+        from m7_serving.server.run import serve
     except ImportError as error:
-        raise ConfigError(f"the demo's clients need the package openai (pip install openai): {error}") from error
+        raise ConfigError(f'the demo needs more packages (pip install "stepwise-llm[serve]" openai): {error}') from None
     params, records = config_of(args, SamplingParams), Records()
     level = args.trace or ("off" if args.prompt is None else "verbose")
     console_reader = () if level == "off" else (ConsoleReader(verbose=level == "verbose", console=console),)
@@ -51,42 +54,33 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
     async def with_clients(url: str) -> None:
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            if m1.is_tour(args):
-                await Tour(client, records, console, params).run()
-            else:
-                await converse(client, params, console, args.prompt)
+            (model,) = (await client.models.list()).data
+            clients = (client, model.id, params, console)
+            await (Tour(*clients, records).run() if m1.is_tour(args) else Chat(*clients).run(args.prompt))
 
-    asyncio.run(served(with_clients, args, trace))
-
-
-async def served(clients: Callable[[str], Awaitable[None]], args: argparse.Namespace, trace: TraceConfig) -> None:
-    """Start a server on a free port, run `clients` with its URL, and stop it as an operator would."""
     config = config_of(args, ServerConfig, port=0)
+    start = partial(AsyncLLM.start, max_requests=config.max_requests, **configs_of(args) | {"trace_config": trace})
+    asyncio.run(beside(with_clients, partial(serve, start, config)))
+
+
+async def beside(
+    clients: Callable[[str], Awaitable[None]], serve: Callable[[Callable[[str], None]], Awaitable[bool]]
+) -> None:
+    """Start a server, run its clients with its URL, and stop it as an operator would. Ctrl-C ends both."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def start() -> AsyncLLM:
-        return await AsyncLLM.start(max_requests=config.max_requests, trace_config=trace, **configs_of(args))
+    async def run_clients() -> None:
+        await clients(f"{await url}/v1")
 
-    serving = asyncio.create_task(serve(start, config, lambda address: url.set_result(f"{address}/v1")))
-    try:
-        futures: list[asyncio.Future[Any]] = [serving, url]
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        if url.done():
-            await clients(url.result())
-    finally:
-        if not serving.done():
-            os.kill(os.getpid(), signal.SIGTERM)
-        await serving
-
-
-async def converse(client: Any, params: SamplingParams, console: Console, prompt: str | None) -> None:
-    """Answer the prompt, or one line after the other until /quit or the end of the input."""
-    history: list[dict[str, str]] = []
-    while (line := prompt or await asyncio.to_thread(m1.read_line)) != "/quit":
-        history.append({"role": "user", "content": line or ""})
-        history.append({"role": "assistant", "content": await answered(client, history, params, console)})
-        if prompt is not None:
-            return
+    tasks = [asyncio.ensure_future(run_clients()), asyncio.ensure_future(serve(url.set_result))]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if not tasks[1].done():
+        os.kill(os.getpid(), signal.SIGTERM)
+    tasks[0].cancel()
+    if not await tasks[1]:
+        raise EngineLostError("the demo ends, because no engine is left")
+    with suppress(asyncio.CancelledError):
+        await tasks[0]
 
 
 if __name__ == "__main__":

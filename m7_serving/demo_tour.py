@@ -1,7 +1,7 @@
-"""Tour of the demo: what clients of a server get, and what the engine does for them.
+"""Clients of the demo: a tour of what they get and of what the engine does for them, and a chat.
 
-Part of `python -m m7_serving.demo`; no part of the server depends on it. The remark that opens a part is the text of
-its method's docstring.
+Part of `python -m m7_serving.demo`; no part of the server depends on it. The remark that opens a part of the tour is
+the text of its method's docstring.
 """
 
 import asyncio
@@ -11,11 +11,14 @@ import signal
 import time
 from typing import Any
 
+from openai import APIError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from m1_single_request.demo import FLAGS, read_line
 from m1_single_request.demo_tour import QUESTION, bullets
+from m1_single_request.errors import EngineError
 from m1_single_request.events import Abort
 from m1_single_request.output_events import Finish
 from m1_single_request.sampling_params import SamplingParams
@@ -29,17 +32,37 @@ SYSTEM = "".join(FACTS)
 PICTURE = PICTURES / "a_blue_square_and_a_yellow_star.png"
 
 
-class Tour:
+class Clients:
+    """What the tour and the chat have in common."""
+
+    def __init__(self, client: Any, model: str, params: SamplingParams, console: Console) -> None:
+        """`client`: openai's `AsyncOpenAI`; `model`: the name of the server's."""
+        self.client, self.model, self.params, self.console = client, model, params, console
+
+    async def send(self, messages: list[dict[str, Any]], *, stream: bool = False, **changes: Any) -> Any:
+        """Send a conversation to `/v1/chat/completions`, with the sampling parameters of the flags, and other fields.
+
+        `extra_body` is how this client sends fields that OpenAI's API does not have, such as `top_k`.
+        """
+        sampling = {name: getattr(self.params, name) for name in FLAGS["sampling"][1].split()}
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        return await self.client.chat.completions.create(
+            model=self.model, messages=messages, stream=stream, extra_body={**sampling, **options, **changes}
+        )
+
+
+class Tour(Clients):
     """The parts of m7's tour."""
 
-    def __init__(self, client: Any, records: Records, console: Console, params: SamplingParams) -> None:
-        """`client`: openai's `AsyncOpenAI`; `records`: of the server's trace."""
-        self.client, self.records, self.console, self.params = client, records, console, params
+    def __init__(
+        self, client: Any, model: str, params: SamplingParams, console: Console, records: Records
+    ) -> None:
+        """`records`: of the server's trace."""
+        super().__init__(client, model, params, console)
+        self.records = records
 
     async def run(self) -> None:
         """Run all parts."""
-        (model,) = (await self.client.models.list()).data
-        self.model = model.id
         await self.show_stream()
         await self.show_clients()
         await self.show_disconnect()
@@ -47,13 +70,10 @@ class Tour:
         await self.show_errors()
         await self.show_end()
 
-    async def create(self, content: Any, *, stream: bool = False, system: str | None = None, **fields: Any) -> Any:
-        """Send a conversation of one question to `/v1/chat/completions`."""
+    async def ask(self, content: Any, *, system: str | None = None, **changes: Any) -> Any:
+        """Send a conversation of one question."""
         messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": content})
-        extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        given = {"model": self.model, "temperature": 0, "max_tokens": 48, **extra, **fields}
-        return await self.client.chat.completions.create(messages=messages, **given)
+        return await self.send([*messages, {"role": "user", "content": content}], **changes)
 
     async def show_stream(self) -> None:
         """Run one client, and print its chunks and the trace of its request.
@@ -64,7 +84,7 @@ class Tour:
         """
         open_part(self.console, "1. A client and its stream", self.show_stream)
         began, table = time.perf_counter(), Table("ms", "chunk", "content")
-        async for chunk in await self.create(QUESTION, stream=True):
+        async for chunk in await self.ask(QUESTION, stream=True):
             milliseconds = f"{(time.perf_counter() - began) * 1000:.0f}"
             choice = next(iter(chunk.choices), None)
             if choice is None:
@@ -98,7 +118,7 @@ class Tour:
     async def timed(self, question: str, began: float) -> tuple[str, float, float, Any]:
         """Return an answer, the milliseconds to its first token and to its end, and its usage."""
         text, first = "", 0.0
-        async for chunk in await self.create(question, stream=True, system=SYSTEM, max_tokens=16):
+        async for chunk in await self.ask(question, stream=True, system=SYSTEM, max_tokens=16):
             for choice in chunk.choices:
                 first = first or (choice.delta.content and (time.perf_counter() - began) * 1000) or 0.0
                 text += choice.delta.content or ""
@@ -111,7 +131,7 @@ class Tour:
         and the engine frees its memory with the end of the step that runs.
         """
         open_part(self.console, "3. A client that goes away", self.show_disconnect)
-        stream = await self.create(QUESTION, stream=True, max_tokens=800, extra_body={"ignore_eos": True})
+        stream = await self.ask(QUESTION, stream=True, max_tokens=800, ignore_eos=True, stop=[])
         chunks = aiter(stream)
         for _ in range(num_chunks := 10):
             chunk = await anext(chunks)
@@ -132,9 +152,9 @@ class Tour:
         url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
         parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is at the left?"}]
         try:
-            answer = await self.create(parts)
+            answer = await self.ask(parts)
             lines = [f"{PICTURE.stem.replace('_', ' ')}: {answer.choices[0].message.content}"]
-        except Exception as error:  # a model of the user that takes texts only
+        except APIError as error:  # a model of the user that takes texts only
             lines = [str(error)]
         bullets(self.console, lines)
 
@@ -145,15 +165,10 @@ class Tour:
         """
         open_part(self.console, "5. Requests that are rejected", self.show_errors)
         lines = []
-        for fields in (
-            {"temperature": 7},
-            {"tool_choice": "required"},
-            {"extra_body": {"temprature": 1}},
-            {"model": "gpt-4"},
-        ):
+        for wrong in ({"temperature": 7}, {"tool_choice": "required"}, {"temprature": 1}, {"model": "gpt-4"}):
             try:
-                await self.create(QUESTION, **fields)
-            except Exception as error:
+                await self.ask(QUESTION, **wrong)
+            except APIError as error:
                 lines.append(str(error))
         bullets(self.console, lines)
 
@@ -164,11 +179,10 @@ class Tour:
         end.
         """
         open_part(self.console, "6. The end", self.show_end)
-        text, stream = "", await self.create(QUESTION, stream=True, max_tokens=64, extra_body={"ignore_eos": True})
+        stream = await self.ask(QUESTION, stream=True, max_tokens=64, ignore_eos=True, stop=[])
         os.kill(os.getpid(), signal.SIGTERM)
         async for chunk in stream:
-            for choice in chunk.choices:
-                text += choice.delta.content or ""
+            pass
         bullets(self.console, [f"the last client has read {chunk.usage.completion_tokens} of 64 tokens"])
 
     def explain(self, rid: str) -> None:
@@ -181,20 +195,35 @@ class Tour:
         bullets(self.console, [f"step {step}: {event.explain()}" for step, event in events if event.rid == rid])
 
 
-async def answered(client: Any, messages: list[dict[str, str]], params: SamplingParams, console: Console) -> str:
-    """Print an answer as it comes; return it."""
-    (model,) = (await client.models.list()).data
-    fields = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "max_tokens": params.max_tokens,
-        "seed": params.seed,
-    }
-    text = ""
-    stream = await client.chat.completions.create(model=model.id, messages=messages, stream=True, **fields)
-    async for chunk in stream:
-        for choice in chunk.choices:
-            console.print(choice.delta.content or "", end="", markup=False, soft_wrap=True)
-            text += choice.delta.content or ""
-    console.print()
-    return text
+class Chat(Clients):
+    """Prints the answer to one prompt, or to the lines of a chat, whose history it keeps."""
+
+    async def run(self, prompt: str | None) -> None:
+        """Answer the prompt, or line after line until /quit or the end of the input. Raises `EngineError` for a prompt
+        that the server rejects."""
+        if prompt is not None:
+            try:
+                await self.answer([{"role": "user", "content": prompt}])
+            except APIError as error:
+                raise EngineError(str(error)) from error
+            return
+        history: list[dict[str, Any]] = []
+        while (line := await asyncio.to_thread(read_line)) != "/quit":
+            question = {"role": "user", "content": line}
+            if line == "/reset":
+                history.clear()
+            elif line:
+                try:
+                    history += [question, await self.answer([*history, question])]
+                except APIError as error:
+                    self.console.print(str(error), style="red", markup=False)
+
+    async def answer(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Print an answer as it comes; return its message."""
+        text = ""
+        async for chunk in await self.send(messages, stream=True):
+            for choice in chunk.choices:
+                self.console.print(choice.delta.content or "", end="", markup=False, soft_wrap=True)
+                text += choice.delta.content or ""
+        self.console.print()
+        return {"role": "assistant", "content": text}

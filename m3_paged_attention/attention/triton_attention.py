@@ -278,8 +278,7 @@ def paged_prefill_kernel(
     head = tl.program_id(2)
     first_token = tl.load(query_start_ptr + row)
     query_len = tl.load(query_start_ptr + row + 1) - first_token
-    # The grid has the size for the longest prompt of the batch.
-    if (tile_m * BLOCK_M >= query_len) | (query_len <= MOST_SPLIT):
+    if (tile_m * BLOCK_M >= query_len) | (query_len <= MOST_SPLIT):  # the grid is that of the longest prompt
         return
 
     seq_len = tl.load(seq_lens_ptr + row)

@@ -34,7 +34,7 @@ class DisaggregationConfig:
     decode: NumEngines = 1
     """Engines that compute answers."""
     both: Annotated[int, Meta(ge=0, le=64)] = 0
-    """Engines that compute prompts and answers, in place of those above."""
+    """Engines that compute prompts and answers, in place of prefill and decode engines."""
     devices: str | None = None
     """Devices of the engines, such as `cuda:0,cuda:1`: one for each, those of the prefill engines first. None: all
     engines are on the device of the model. Engines on one device divide its memory: each takes an equal part of

@@ -146,7 +146,7 @@ class RoomTaken(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRouted(Event):
-    """The router has chosen a prefill engine and a decode engine for a request."""
+    """The router has chosen the engines of a request: one for its prompt and one for its answer, or one for both."""
 
     style: ClassVar[str] = "cyan"
     rid: str

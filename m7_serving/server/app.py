@@ -12,26 +12,24 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
-from m1_single_request.errors import EngineError, shown
+from m1_single_request.errors import shown
 from m6_multimodal_pd.config import DEFAULT_MODEL
 from m7_serving.async_llm import AsyncLLM
 from m7_serving.config import ServerConfig
 from m7_serving.errors import EngineUnavailableError, ServerBusyError
 from m7_serving.openai import chat, completions, tokens
 from m7_serving.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from m7_serving.server import status
 from m7_serving.server.auth import RequireKey
-from m7_serving.server.error_shape import answer_error, failure
+from m7_serving.server.error_shape import HANDLERS, failure
 from m7_serving.server.limits import Limits
 from m7_serving.server.metrics import Metrics
 from m7_serving.server.sse import StreamingAnswer, WholeAnswer
 
 Make = Callable[..., Any]
-ERRORS = (RequestValidationError, HTTPException, EngineError, TimeoutError, Exception)
 ERROR_FIELDS = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
 ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "object", "properties": ERROR_FIELDS}}}
 ERROR_RESPONSE = {"description": "Error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}
@@ -45,12 +43,12 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         title="Stepwise",
         version=version("stepwise-llm"),
         redirect_slashes=False,
-        exception_handlers=dict.fromkeys(ERRORS, answer_error),
+        exception_handlers=HANDLERS,
         responses={"4XX": ERROR_RESPONSE, "5XX": ERROR_RESPONSE},
     )
     app.state.is_draining = False
     app.include_router(openai_routes(app, llm, config, metrics, name))
-    app.include_router(operator_routes(app, llm, metrics, name))
+    app.include_router(other_routes(app, llm, config, metrics, name))
     if config.api_key:
         app.add_middleware(RequireKey, keys=config.api_key)
     app.add_middleware(Limits, config=config)  # the last one is the first that a request meets
@@ -105,9 +103,9 @@ def openai_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Me
     return router
 
 
-def operator_routes(app: FastAPI, llm: AsyncLLM, metrics: Metrics, name: str) -> APIRouter:
+def other_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: str) -> APIRouter:
     """Return the routes that need no computation."""
-    router = APIRouter()
+    router, timeout_s = APIRouter(), config.request_timeout_s
     model = {
         "id": name,
         "object": "model",
@@ -137,6 +135,16 @@ def operator_routes(app: FastAPI, llm: AsyncLLM, metrics: Metrics, name: str) ->
     async def read_metrics() -> Response:
         """Return the metrics for Prometheus."""
         return Response(metrics.page(await llm.stats()), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/status")
+    async def show_status() -> Response:
+        """Return a page that shows the server at work."""
+        return HTMLResponse(status.PAGE)
+
+    @router.get("/status/events")
+    async def stream_status() -> Response:
+        """Return the events of that page."""
+        return StreamingAnswer(status.updates(llm), timeout_s)
 
     @router.get("/version", response_model=None)
     async def read_version() -> dict[str, str]:

@@ -16,7 +16,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from m1_single_request.errors import EngineClosedError, EngineDeadError, InvalidRequestError, PromptTooLongError
+from m1_single_request.errors import (
+    ConfigError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineUsageError,
+    InvalidRequestError,
+    ModelLoadError,
+    PromptTooLongError,
+)
 from m6_multimodal_pd.errors import EngineLostError, PeerLostError, TransferError
 from m7_serving.errors import EngineUnavailableError, ServerBusyError
 from m7_serving.openai.fields import InvalidFieldError
@@ -61,8 +70,10 @@ def failure_of(error: Exception) -> Failure:
             return failure(400, str(error), param=error.param, code=error.code)
         case PromptTooLongError():
             return failure(400, str(error), code="context_length_exceeded")
-        case InvalidRequestError():
+        case InvalidRequestError() | ConfigError() | ModelLoadError():  # the last two are an operator's
             return failure(400, str(error))
+        case EngineUsageError() if not isinstance(error, EngineClosedError):
+            return failure(409, str(error))
         case HTTPException():
             return failure(error.status_code, error.detail, error.headers or {})
         case ServerBusyError():
@@ -81,6 +92,11 @@ def failure_of(error: Exception) -> Failure:
 async def answer_error(_: Request, error: Exception) -> Response:
     """Return the answer to a request that has raised `error`. An exception handler of the application."""
     return failure_of(error).response
+
+
+ERRORS = (RequestValidationError, HTTPException, EngineError, TimeoutError, Exception)
+HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(ERRORS, answer_error)
+"""Exception handlers of an application, by the class of the error."""
 
 
 def _invalid_body(error: RequestValidationError) -> Failure:

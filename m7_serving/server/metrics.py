@@ -40,10 +40,13 @@ class Metrics:
         self._hit_rate = self._new(
             Gauge, "cache_hit_rate", "Cached tokens as a share of all tokens of admitted requests"
         )
+        self._accept_length = self._new(Gauge, "spec_accept_length", "Tokens of a verification of drafts, on average")
+        self._num_retracted = self._new(Gauge, "num_retracted_reqs", "Retractions of running requests in all")
         self._throughput = self._new(Gauge, "gen_throughput", "Output tokens per second since the last reading")
         self._prompt_tokens = self._new(Counter, "prompt_tokens", "Prompt tokens of answered requests")
         self._output_tokens = self._new(Counter, "generation_tokens", "Output tokens of answered requests")
         self._cached_tokens = self._new(Counter, "cached_tokens", "Prompt tokens of answered requests that were cached")
+        self._evicted_tokens = self._new(Counter, "evicted_tokens", "Tokens that the caches have evicted")
         self._num_requests = self._new(Counter, "num_requests", "Answered requests")
         self._num_aborted = self._new(
             Counter, "num_aborted_requests", "Requests whose client left, or that took too long"
@@ -56,6 +59,7 @@ class Metrics:
         )
         self._request_s = self._new(Histogram, "e2e_request_latency_seconds", "From arrival to the end", buckets=LONG)
         self._reading = (time.monotonic(), 0)  # time and number of output tokens
+        self._num_evicted = 0  # at the last reading; less after the loss of an engine
 
     def page(self, stats: EngineStats) -> bytes:
         """Return the page of all metrics; `stats` are the engine's now."""
@@ -65,6 +69,10 @@ class Metrics:
         self._num_used_tokens.set(used)
         self._token_usage.set(used / stats.max_total_tokens)
         self._hit_rate.set(stats.hit_rate)
+        self._accept_length.set(stats.accept_length)
+        self._num_retracted.set(stats.num_retractions)
+        self._evicted_tokens.inc(max(0, stats.num_evicted_tokens - self._num_evicted))
+        self._num_evicted = stats.num_evicted_tokens
         now, (before, num_tokens) = time.monotonic(), self._reading
         if now - before >= MIN_INTERVAL_S:
             self._throughput.set(max(0, stats.num_output_tokens - num_tokens) / (now - before))

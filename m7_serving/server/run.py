@@ -16,18 +16,19 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from m1_single_request.errors import EngineError
 from m7_serving.async_llm import AsyncLLM
 from m7_serving.config import ServerConfig
 from m7_serving.server.app import make_app
 from m7_serving.server.http_protocol import HttpProtocol
+from m7_serving.server.operators import default_path, make_operators_app, unix_socket
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TICK_S = 0.05
@@ -66,7 +67,11 @@ async def serve(start: Callable[[], Awaitable[AsyncLLM]], config: ServerConfig, 
     """
     if config.is_open_to_others:
         logger.warning("the server listens at %s without an API key: whoever reaches it may use it", config.host)
-    with closing(bound_socket(config)) as sock, received_signals() as signals:
+    with ExitStack() as stack:
+        sock = stack.enter_context(closing(bound_socket(config)))
+        path = Path(config.operator_socket or default_path(sock.getsockname()[1]))
+        sockets = sock, stack.enter_context(unix_socket(path))
+        signals = stack.enter_context(received_signals())
         starting = asyncio.ensure_future(start())
         await _until(lambda: starting.done() or bool(signals))
         if not starting.done():
@@ -74,32 +79,38 @@ async def serve(start: Callable[[], Awaitable[AsyncLLM]], config: ServerConfig, 
             await asyncio.wait([starting])
             return True
         async with starting.result() as llm:
-            return await _serve(llm, sock, config, ready, signals)
+            return await _serve(llm, sockets, config, ready, signals)
 
 
 async def _serve(
-    llm: AsyncLLM, sock: socket.socket, config: ServerConfig, ready: Callable[[str], None], signals: list[int]
+    llm: AsyncLLM,
+    sockets: tuple[socket.socket, socket.socket],
+    config: ServerConfig,
+    ready: Callable[[str], None],
+    signals: list[int],
 ) -> bool:
-    """Serve a loaded engine; return as `serve`."""
+    """Serve a loaded engine, at the public socket and at that for operators; return as `serve`."""
     app = make_app(llm, config)
     gc.collect()  # and keep what is there out of later collections: each would stop all streams for 0.1 s
     gc.freeze()
-    server = Server(uvicorn_config(app, config))
-    serving = asyncio.create_task(server.serve([sock]))
+    servers = [Server(uvicorn_config(each, config)) for each in (app, make_operators_app(llm))]
+    tasks = [asyncio.create_task(server.serve([sock])) for server, sock in zip(servers, sockets, strict=True)]
+    are_done = lambda: any(task.done() for task in tasks)  # noqa: E731
     try:
-        await _until(lambda: server.started or serving.done())
-        if server.started:
-            ready(url_of(config, sock))
-        await _until(lambda: bool(signals) or llm.has_ended or serving.done())
-        has_ended = llm.has_ended
-        if has_ended:
-            await _log_end(llm)
-        await _drain(app, llm, server, config, signals)
+        await _until(lambda: all(server.started for server in servers) or are_done())
+        if not are_done():
+            ready(url_of(config, sockets[0]))
+        await _until(lambda: bool(signals) or llm.end_error is not None or are_done())
+        end_error = llm.end_error
+        if end_error is not None:
+            logger.error("the server ends, because no engine is left: %s", end_error)
+        await _drain(app, llm, servers[0], config, signals)
     finally:
         await llm.close()
-        await _close(server)
-        await serving
-    return not has_ended
+        for server in servers:
+            await _close(server)
+        await asyncio.gather(*tasks)
+    return end_error is None
 
 
 def bound_socket(config: ServerConfig) -> socket.socket:
@@ -144,7 +155,7 @@ async def _drain(app: FastAPI, llm: AsyncLLM, server: Server, config: ServerConf
     app.state.is_draining = True
     for connection in list(server.server_state.connections):
         connection.shutdown()
-    is_done = lambda: llm.num_unfinished == 0 or len(signals) > 1 or llm.has_ended  # noqa: E731
+    is_done = lambda: llm.num_unfinished == 0 or len(signals) > 1 or llm.end_error is not None  # noqa: E731
     await _until(is_done, config.shutdown_timeout_s)
 
 
@@ -154,13 +165,6 @@ async def _close(server: Server) -> None:
     for connection in list(server.server_state.connections):
         connection.transport.abort()
     server.should_exit = True
-
-
-async def _log_end(llm: AsyncLLM) -> None:
-    try:
-        await llm.stats()
-    except EngineError as error:
-        logger.error("the server ends, because no engine is left: %s", error)
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float = float("inf")) -> None:

@@ -65,6 +65,17 @@ def test_an_aborted_request_frees_everything(seeing_directory: Path) -> None:
         group.check_flushed()
 
 
+def test_an_engine_makes_texts_for_stop_strings_alone(seeing_directory: Path) -> None:
+    """The router makes all others."""
+    asked: Asked = {"ids": (asking(1), greedy(30), {}), "stop": (asking(1), greedy(30, stop=["no such text"]), {})}
+    with both_of(seeing_directory, 1) as group:
+        group.add(asked, num_steps=12)
+        requests = group.engines["both-0"].core.scheduler.requests
+        num_read = {rid: req.sequence.detokenizer.reading.end for rid, req in requests.items()}
+        assert num_read["ids"] == 0 < num_read["stop"]
+        group.run()
+
+
 def test_prompts_with_cached_tokens_are_counted_as_in_one_engine(seeing_directory: Path) -> None:
     with both_of(seeing_directory, 1) as group:
         asked: Asked = {"first": (list(range(5, 69)), greedy(2), {})}

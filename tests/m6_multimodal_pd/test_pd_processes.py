@@ -289,13 +289,19 @@ def test_one_that_was_started_anew_and_does_not_join_is_given_up(seeing_director
 def test_one_that_has_no_room_is_started_anew_as_often_as_one_that_died(
     seeing_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the first one was started: the path of its model may be relative."""
-    folder = os.getcwd()
-    with started_prefill(seeing_directory, max_restarts=1) as links:
+    """Where the first one was started: the path of its model may be relative. The second restart waits a second."""
+    folder, late_s = os.getcwd(), 0.0
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late_s))
+    with started_prefill(seeing_directory, max_restarts=2) as links:
         monkeypatch.chdir(tmp_path)
-        for name, others in (("prefill-0", ["prefill-0_1"]), ("prefill-0_1", [])):
+        for name, others in (("prefill-0", ["prefill-0_1"]), ("prefill-0_1", ["prefill-0_2"]), ("prefill-0_2", [])):
             links.refuse(name, "it has no room")
             assert list(links.lost()) == [Lost(name, "it has no room", Fault("ConfigError", "it has no room"))]
+            assert links.coming("prefill") == bool(others)
+            if name == "prefill-0_1":
+                assert not links.lost() and not links.children
+                late_s += 1.0
+                assert not links.lost()
             assert list(links.children) == others
             assert all(os.readlink(f"/proc/{each.process.pid}/cwd") == folder for each in links.children.values())
 

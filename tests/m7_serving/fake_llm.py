@@ -32,7 +32,8 @@ class FakeLLM:
         tokenizer = SimpleNamespace(chat_template="")
         self.input_processor = SimpleNamespace(tokenizer=tokenizer, max_model_len=4096, vocab_size=1000)
         self.num_tokens = num_tokens
-        self.is_serving, self.has_ended, self.is_closed = True, False, False
+        self.is_serving, self.is_closed = True, False
+        self.end_error: Exception | None = None
         self.num_unfinished = 0
         self.admission: Pause = at_once
         """Awaited before a request is queued: it may raise."""
@@ -98,14 +99,14 @@ class FakeLLM:
         return function(*arguments)
 
     async def stats(self) -> EngineStats:
-        if self.has_ended:
-            raise EngineClosedError("the engine is gone")
+        if self.end_error is not None:
+            raise self.end_error
         names = EngineStats.__dataclass_fields__
         values = dict.fromkeys(names, 0) | {"max_total_tokens": 100, "available_size": 70, "evictable_size": 20}
         return EngineStats(**values | {"num_running": self.num_unfinished})  # type: ignore[arg-type]
 
     async def close(self) -> None:
-        self.is_closed = self.has_ended = True
+        self.is_closed, self.end_error = True, self.end_error or EngineClosedError("the engine was closed")
 
     async def __aenter__(self) -> "FakeLLM":
         return self

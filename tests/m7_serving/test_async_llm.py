@@ -13,6 +13,7 @@ from m6_multimodal_pd import LLMEngine
 from m7_serving import (
     AsyncLLM,
     ConfigError,
+    DuplicateRequestError,
     EngineClosedError,
     InvalidPromptError,
     InvalidRequestError,
@@ -175,7 +176,7 @@ def test_an_id_in_use_is_rejected_and_its_request_goes_on(runner: asyncio.Runner
         async with aclosing(llm.generate("a", params, request_id="x")) as outputs:
             await anext(outputs)
             for taken in ("x", "x/0"):
-                with pytest.raises(InvalidRequestError, match="is in use"):
+                with pytest.raises(DuplicateRequestError, match="is in use"):
                     await read(llm, "b", request_id=taken)
             *_, last = [output async for output in outputs]
         assert [len(each.token_ids) for each in last.outputs] == [60, 60]
@@ -202,7 +203,7 @@ def test_a_closed_engine_ends_its_readers_with_an_error() -> None:
             with pytest.raises(EngineClosedError):
                 await call
         await llm.close()
-        assert llm.has_ended and not llm.is_serving
+        assert isinstance(llm.end_error, EngineClosedError) and not llm.is_serving
 
     asyncio.run(ask())
 
@@ -210,5 +211,8 @@ def test_a_closed_engine_ends_its_readers_with_an_error() -> None:
 def test_an_engine_that_cannot_be_built_raises_its_error() -> None:
     with pytest.raises(ConfigError, match="no_such_config"):
         asyncio.run(AsyncLLM.start(no_such_config=1))
+    for max_requests in (0, 2.5, "3"):
+        with pytest.raises(ConfigError, match="max_requests"):
+            asyncio.run(AsyncLLM.start(max_requests=max_requests))  # type: ignore[arg-type]
     with pytest.raises(Exception, match="nowhere"):
         asyncio.run(AsyncLLM.start("/nowhere", disaggregation_config=IN_PROCESS))

@@ -103,7 +103,7 @@ async def test_a_rejected_request_is_not_counted() -> None:
 @asynchronous
 async def test_the_page_needs_an_engine() -> None:
     async with running() as server:
-        server.llm.has_ended = True
+        await server.llm.close()
         assert (await server.get("/metrics")).status_code == 503
 
 

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from m1_single_request.errors import ModelLoadError
+from m6_multimodal_pd.errors import EngineLostError
 from m7_serving.config import ServerConfig
 from m7_serving.server.run import serve
 from tests.m7_serving.fake_llm import FakeLLM, at_once, never
@@ -243,7 +244,7 @@ async def test_an_error_of_loading_is_raised() -> None:
 async def test_the_server_ends_with_its_engine(caplog: pytest.LogCaptureFixture) -> None:
     llm = FakeLLM()
     async with serving(llm, shutdown_timeout_s=60) as server:
-        llm.has_ended = True
+        llm.end_error = EngineLostError("the engine is gone")
         assert not await server.call
         assert "no engine is left: the engine is gone" in caplog.text
 

@@ -1,9 +1,10 @@
 """Processes of engines on this host: started, watched and ended by the router, without leftovers.
 
 Each engine reads its order from its standard input, and has an owner's name for its shared memory, by which the
-leftovers of a dead engine are found and removed. An engine that dies is started anew, under a new name, unless that was
-done too often within an hour; it joins when it is ready, and gets new requests. New in this milestone. vLLM:
-`CoreEngineProcManager`; SGLang: `launch_subprocesses` in `entrypoints/engine.py`.
+leftovers of a dead engine are found and removed. An engine that dies is started again, under a new name: at once, and
+the next times after 1, 2, 4 ... 60 seconds, unless that was done too often within an hour. It joins when it is ready,
+and gets new requests. New in this milestone. vLLM: `CoreEngineProcManager`; SGLang: `launch_subprocesses` in
+`entrypoints/engine.py`.
 """
 
 import math

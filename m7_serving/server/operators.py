@@ -1,0 +1,123 @@
+"""Calls for operators, on a socket of their own: caches, weights, profiles, pauses, the log.
+
+None of them is on the public address. The socket is a file that only the user of the server may open:
+
+    curl --unix-socket /tmp/stepwise-8000.sock http://server/flush_cache -X POST
+
+An answer comes when the work is done. New in this milestone. vLLM: its routes for development, such as `/pause`, on the
+public address; SGLang: the same, with an admin key.
+"""
+
+import errno
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from fastapi import FastAPI
+
+from m1_single_request.errors import EngineUsageError
+from m6_multimodal_pd.weight_loader import absolute
+from m7_serving.async_llm import AsyncLLM
+from m7_serving.openai.requests import Body
+from m7_serving.server.error_shape import HANDLERS
+
+
+class Weights(Body):
+    """Body of `/update_weights`."""
+
+    model: str
+    """A directory or a hub id."""
+
+
+class Profile(Body):
+    """Body of `/start_profile`."""
+
+    folder: str
+
+
+class LogLevel(Body):
+    """Body of `/log_level`."""
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
+def make_operators_app(llm: AsyncLLM) -> FastAPI:
+    """Return the ASGI application of the calls. Errors have the form of the public API; 409: requests are unfinished,
+    for which `/pause` waits."""
+    app = FastAPI(title="Stepwise, for operators", exception_handlers=HANDLERS)
+
+    @app.post("/pause")
+    async def pause() -> dict[str, Any]:
+        """Let new requests wait, and return when none runs."""
+        await llm.pause()
+        return {}
+
+    @app.post("/continue")
+    async def continue_() -> dict[str, Any]:
+        """Start the requests that wait."""
+        llm.resume()
+        return {}
+
+    @app.post("/flush_cache")
+    async def flush_cache() -> dict[str, Any]:
+        """Clear the caches of all engines."""
+        if not await llm.call(lambda core: core.flush_cache()):
+            raise EngineUsageError("the caches are cleared between requests, and some are unfinished")
+        return {}
+
+    @app.post("/update_weights")
+    async def update_weights(body: Weights) -> dict[str, Any]:
+        """Replace the weights by those of another checkpoint of the same model, and clear the caches."""
+        await llm.call(lambda core: core.update_weights(absolute(body.model)))
+        return {}
+
+    @app.post("/start_profile")
+    async def start_profile(body: Profile) -> dict[str, Any]:
+        """Start recording the steps of all engines with torch's profiler."""
+        await llm.call(lambda core: core.profiler.start(os.path.abspath(body.folder)))
+        return {}
+
+    @app.post("/stop_profile")
+    async def stop_profile() -> dict[str, Any]:
+        """Stop recording; return the files for chrome://tracing or Perfetto."""
+        return {"files": await llm.call(lambda core: core.profiler.stop())}
+
+    @app.post("/log_level")
+    async def log_level(body: LogLevel) -> dict[str, Any]:
+        """Set the level of the server's log."""
+        logging.getLogger().setLevel(body.level.upper())
+        return {}
+
+    return app
+
+
+def default_path(port: int) -> Path:
+    """Return the path of the socket for a server at this port."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"stepwise-{port}.sock"
+
+
+@contextmanager
+def unix_socket(path: Path) -> Iterator[socket.socket]:
+    """Bind a socket to a path that only this user may open, in place of one that a killed server has left; remove it in
+    the end. Raises `OSError`."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as other:
+            if other.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
+    with socket.socket(socket.AF_UNIX) as sock:
+        mask = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        except OSError as error:
+            raise OSError(f"cannot listen at {path}: {error.strerror or error}") from None
+        finally:
+            os.umask(mask)
+        try:
+            yield sock
+        finally:
+            path.unlink(missing_ok=True)

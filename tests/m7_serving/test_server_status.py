@@ -1,0 +1,104 @@
+"""The page /status: what it is sent, that it costs nothing without a viewer, and how a browser shows it."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m1_single_request.events import Abort
+from m1_single_request.tracer import TraceRecord
+from m7_serving import AsyncLLM, SamplingParams
+from m7_serving.server.status import MOST_EVENTS, PAGE, StatusReader, updates
+from tests.m7_serving.running import asynchronous, running
+from tests.m7_serving.servers import chat, serving
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+SECRET = "What is a KV cache?"
+
+
+async def answer(llm: AsyncLLM, **fields: Any) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    async for _ in llm.generate(SECRET, params, **fields):
+        pass
+
+
+def test_the_page_gets_the_requests_and_the_totals_and_no_text(runner: asyncio.Runner, llm: AsyncLLM) -> None:
+    async def act() -> list[dict[str, Any]]:
+        found = []
+        async with aclosing(updates(llm)) as stream:
+            await anext(stream)
+            await answer(llm, request_id="seen")
+            found = [await anext(stream), await anext(stream)]
+        return found
+
+    sent = runner.run(act())
+    events = [event for update in sent for event in update["events"]]
+    assert {event["rid"] for event in events} == {"seen"}
+    kinds = [event["kind"] for event in events]
+    assert kinds[:2] == ["request_added", "request_routed"] and kinds[-1] == "finish" and kinds.count("result") > 1
+    assert events[-1]["out_len"] == 20 and events[-1]["reason"] == "length"
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    assert sent[-1]["stats"]["max_total_tokens"] > 0 and "hit_rate" in sent[-1]["stats"]
+    assert set(json.dumps(sent).lower().split("kv cache")) == {json.dumps(sent).lower()}, "no text of a request"
+
+
+def test_without_a_viewer_nothing_is_traced(runner: asyncio.Runner, llm: AsyncLLM) -> None:
+    async def readers() -> int:
+        return await llm.call(lambda core: len(core.tracer.readers))
+
+    async def act() -> list[int]:
+        found = [await readers()]
+        async with aclosing(updates(llm)) as stream:
+            await anext(stream)
+            found.append(await readers())
+        return [*found, await readers()]
+
+    assert runner.run(act()) == [0, 1, 0]
+
+
+def test_a_viewer_that_reads_nothing_costs_little_memory() -> None:
+    reader = StatusReader()
+    for number in range(MOST_EVENTS + 5):
+        reader.read(TraceRecord(0, float(number), Abort(rid="a", state="running")))
+    assert reader.take() == [], "a kind that the page does not show"
+
+
+@asynchronous
+async def test_the_page_loads_nothing_from_elsewhere() -> None:
+    async with running() as server:
+        page = await server.get("/status")
+        assert page.text == PAGE and page.headers["content-type"].startswith("text/html")
+        assert "http://" not in PAGE and "https://" not in PAGE and PAGE.count("<script") == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome")
+def test_a_browser_shows_lanes(tmp_path: Path) -> None:
+    """The page of a real server, while requests run, as the browser has built it after some seconds."""
+    import threading
+
+    from openai import OpenAI
+
+    with serving() as server, OpenAI(base_url=server.url, api_key="none") as client:
+        asked = chat(max_tokens=400, extra_body={"ignore_eos": True})
+        askers = [threading.Thread(target=lambda: client.chat.completions.create(**asked)) for _ in range(40)]
+        for thread in askers[:4]:
+            thread.start()
+        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+        dump = ["--timeout=6000", "--dump-dom", f"{server.root}/status"]
+        with subprocess.Popen([*command, *quiet, *dump], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as browser:
+            for thread in askers[4:]:
+                thread.start()
+                thread.join(0.1)
+            dom, _ = browser.communicate(timeout=60)
+        for thread in askers:
+            thread.join()
+        text = dom.decode()
+    assert 'data-requests="' in text and 'data-requests="0"' not in text
+    assert "tokens used by running requests" in text and "running" in text
