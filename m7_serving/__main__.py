@@ -15,13 +15,14 @@ import torch
 from rich.console import Console
 
 from m1_single_request import demo as m1
+from m1_single_request.config import TraceConfig
 from m1_single_request.demo_tour import text_of
 from m1_single_request.errors import ConfigError
 from m1_single_request.flags import add_flags, config_of, given
 from m6_multimodal_pd import demo as m6
 from m6_multimodal_pd.config import ModelConfig, MultimodalConfig, SchedulerConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m7_serving import AsyncLLM, CacheConfig, SpeculativeConfig, TraceConfig
+from m7_serving import AsyncLLM, CacheConfig, SpeculativeConfig
 from m7_serving.config import ServerConfig
 
 LIMITS = "max_requests max_connections max_header_bytes max_body_bytes"
@@ -77,7 +78,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def configs_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the configurations of the engines, as keywords of `AsyncLLM.start`; set their number of threads."""
+    """Return the configurations of the engines, as keywords of `AsyncLLM.start`. Sets the number of threads of this
+    process, which its engines take over: 1 for the included model, whose operations are too small to share."""
     configs: dict[str, Any] = {f"{name}_config": config_of(args, each) for name, each in CLASSES.items()}
     if hosts := config_of(args, ServerConfig).allowed_media_hosts:
         urls = {"allowed_url_schemes": ("http", "https"), "allowed_url_hosts": hosts}

@@ -1,15 +1,21 @@
 """The engine on asyncio: many callers, none of which waits for another.
 
-    llm = await AsyncLLM.start()
-    async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
-        print(output.text)
+    async with await AsyncLLM.start() as llm:
+        async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
+            print(output.text)
 
 Outputs are those of `LLMEngine.stream`; a reader that is slower than the engine gets fewer of them, each with
-everything so far. To close the generator, or to cancel the task that reads it, aborts the request. The engine runs in
-a process of its own, also without a `DisaggregationConfig`: it is a group of one then, with the role `both`. Prompts
-are tokenized and checked on a thread of their own; requests are routed, and their texts made, on that of the engine
-core (`core_thread.py`). New in this milestone. vLLM: `AsyncLLM`; SGLang: `TokenizerManager`, and `DetokenizerManager`
-for the texts.
+everything so far. Closing the generator, or cancelling the task that reads it, aborts the request. Who does what:
+
+    event loop         mailboxes, and whatever the callers do
+    tokenizer thread   chat templates, tokens and checks of one call after the other; images, unless
+                       `num_media_processes` is set
+    core thread        the router of a group: sends requests to engines, makes texts of their tokens (`core_thread.py`)
+    engine processes   steps
+
+A group is a router in this process and one or more engine processes. Without a `DisaggregationConfig` it has one
+engine, of the role `both`: it computes prompts and answers. New in this milestone. vLLM: `AsyncLLM`; SGLang:
+`TokenizerManager`, and `DetokenizerManager` for the texts.
 """
 
 import asyncio
@@ -72,7 +78,7 @@ class AsyncLLM:
 
     @classmethod
     async def start(cls, model: str | Path | None = None, *, max_requests: int = 256, **configs: Any) -> "AsyncLLM":
-        """Load a model, and return when its engines are ready. The arguments are those of `LLMEngine`.
+        """Load a model, and return when its engines are ready. The arguments are those of `LLMEngine`, less `parts`.
 
         `max_requests`: number of requests that may be unfinished at the same time; more are rejected. Raises
         `ConfigError`, and the errors of building an engine.
@@ -109,8 +115,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt (text, token ids or messages); yield its output so far whenever there is more of it.
 
-        Raises as `LLMEngine.generate` before anything is queued, and `ServerBusyError` or `EngineUnavailableError`. A
-        request that fails later ends with an output with the error.
+        Raises as `LLMEngine.generate` before anything is queued, and `ServerBusyError` or `EngineUnavailableError`:
+        when the first output is requested. A request that fails later ends with an output with the error.
         """
         outputs = self.generate_batch([prompt], params, request_id=request_id, **options)
         try:
@@ -139,7 +145,7 @@ class AsyncLLM:
             make = partial(self._requests, list(prompts), params or SamplingParams(), request_id, options)
             requests = await self.in_tokenizer_thread(make)
             await self._may_start.wait()
-            self._check_admissible(0)
+            self._check_admissible(0)  # the engine may have been lost meanwhile
             mailbox = self._open(requests, final_only)
             try:
                 while changed := await mailbox.take():
@@ -150,7 +156,7 @@ class AsyncLLM:
             self.num_unfinished -= len(prompts)
 
     async def in_tokenizer_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on the thread that tokenizes: of the event loop it would take milliseconds."""
+        """Call a function on the tokenizer thread: on the event loop it would stop all streams for milliseconds."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer, function, *arguments)
 
     # --- the engine ---------------------------------------------------------------------------------------------------
@@ -158,20 +164,24 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """Return the totals of all engines, as `LLMEngine.stats`. Raises `EngineClosedError`, or the error with which
         the engines have ended."""
-        return await self.call(lambda core: core.stats())  # type: ignore[return-value]
+        stats: Any = await self.call(RouterCore.stats)
+        return stats
 
     async def pause(self) -> None:
         """Let new requests wait for `resume`; return when those that run have ended."""
         self._may_start.clear()
-        while self._mailboxes or await self.call(lambda core: core.has_unfinished_requests()):
+        is_busy = True
+        while is_busy or self._mailboxes:
             await asyncio.sleep(PAUSE_S)
+            is_busy = await self.call(RouterCore.has_unfinished_requests)
 
     def resume(self) -> None:
         """Start the requests that wait since `pause`."""
         self._may_start.set()
 
     async def call(self, function: Callable[[RouterCore], T]) -> T:
-        """Call a function with the engine core, between two steps; return its value, or raise its error."""
+        """Call a function with the router core, between two of its steps; return its value, or raise its error. Nobody
+        gets output while it runs."""
         self._check_open()
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -186,7 +196,7 @@ class AsyncLLM:
         self._thread.submit(run)
         futures: list[asyncio.Future[Any]] = [answer, self._thread.ended]
         try:
-            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)  # after the end no call is executed
         finally:
             answer.cancel()  # if it is not done
         self._check_open()
@@ -196,7 +206,7 @@ class AsyncLLM:
         """End all engines; unfinished requests raise `EngineClosedError`. May be called twice."""
         self._end_all(EngineClosedError("the engine was closed"))
         self._thread.stop()
-        await asyncio.wait([self._thread.ended])
+        await asyncio.wait([self._thread.ended])  # it may hold an error
         self._tokenizer.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
@@ -273,7 +283,7 @@ class AsyncLLM:
         return mailbox
 
     def _abort(self, request_ids: list[str]) -> None:
-        """Abort requests whose outputs nobody reads any more. None of the caller's threads waits for that."""
+        """Abort requests whose outputs nobody reads any more. Does not wait for it."""
         if not request_ids:
             return
         for request_id in request_ids:
@@ -287,7 +297,7 @@ class AsyncLLM:
         self._thread.submit(abort)
 
     def _deliver(self, outputs: dict[str, RequestOutput]) -> None:
-        """Put the newest outputs into the mailboxes of their callers; of an aborted request there is none."""
+        """Put the newest outputs into the mailboxes of their callers. Outputs of aborted requests are dropped."""
         for request_id, output in outputs.items():
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:
@@ -301,7 +311,7 @@ class AsyncLLM:
         mailbox.fail(error)
 
     def _end(self, ended: "asyncio.Future[None]") -> None:
-        """Let all callers know that the engines have ended."""
+        """End the calls of all callers: the engines have ended."""
         error = ended.exception()
         self._end_all(error if isinstance(error, Exception) else EngineClosedError("the engine was closed"))
 

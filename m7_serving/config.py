@@ -31,7 +31,8 @@ class ServerConfig:
     valid. Other users of the machine can read a command line, but not the variable STEPWISE_API_KEY, which is the
     default."""
     served_model_name: str | None = None
-    """Name of the model in requests and answers. Default: the path or the hub id of the model."""
+    """Name of the model in requests and answers. Default: tiny-qwen3-vl for the included model, and the path or hub id
+    of another one."""
     operator_socket: str | None = None
     """Path of the socket for operators' calls, such as `/flush_cache`. Default: stepwise-PORT.sock in the folder
     XDG_RUNTIME_DIR, or in that for temporary files."""
@@ -46,7 +47,8 @@ class ServerConfig:
     max_body_bytes: PositiveInt = 64 * 2**20
     """Maximum size of a request's body. Images are a third larger in it than their files."""
     header_timeout_s: Seconds = 10.0
-    """Time within which a client must send the headers of a request, from their first byte."""
+    """Time within which a client must send the headers of a request: of the first one from the connection on, of later
+    ones from their first byte on."""
     body_timeout_s: Seconds = 60.0
     """Time within which a client must send the body of a request."""
     write_timeout_s: Seconds = 60.0

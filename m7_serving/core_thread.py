@@ -1,12 +1,12 @@
-"""The thread of the engine core: it runs the router's steps, and the event loop of the server never waits for it.
+"""The thread of the router core: it runs the router's steps, and the event loop never waits for it.
 
     event loop                         this thread                                engine processes
       add, abort   --- calls --->        between two steps  --- jobs --->           compute
       mailboxes    <-- newest outputs    router's step      <-- tokens ---
 
-Both queues are bounded. Calls are those of the requests that `AsyncLLM` admits. Of the outputs that the event loop has
-not taken, only the newest one of each request is kept, as in a mailbox. A call wakes this thread while it waits for
-tokens, so that a request reaches its engine before the step after the present one begins. New in this milestone. vLLM:
+Of the outputs that the event loop has not taken, only the newest one of each request is kept, as in a mailbox. Calls
+are an add and an abort for each request, and all are executed before the next step. A call wakes this thread while it
+waits for tokens, so that a request reaches its engine in time for the engine's next step. New in this milestone. vLLM:
 `AsyncMPClient` and `output_handler`; SGLang: `TokenizerManager.handle_loop`.
 """
 
@@ -28,9 +28,9 @@ from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.wiring import PARTS, build
 
 IDLE_S = 0.1
-"""Seconds between two looks at the engines while there is no request."""
+"""Seconds between two checks of the engines while there is no request."""
 
-Call = Callable[[RouterCore], None]
+CoreCall = Callable[[RouterCore], None]
 
 
 class CoreThread(threading.Thread):
@@ -41,30 +41,30 @@ class CoreThread(threading.Thread):
 
     def __init__(self, config: EngineConfig, deliver: Callable[[dict[str, RequestOutput]], None]) -> None:
         """`deliver` is called in the running event loop, with the newest output of each request that has changed."""
-        super().__init__(name="engine core", daemon=True)
+        super().__init__(name="router core", daemon=True)
         self.config, self.deliver = config, deliver
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self.loop.create_future()
         self.ended: asyncio.Future[None] = self.loop.create_future()
         """Done when the core is closed, or has failed: then with the error."""
         self.is_serving = False
-        """Whether there is an engine for every part of a request."""
-        self._calls: SimpleQueue[Call] = SimpleQueue()
+        """Whether there is an engine of every role."""
+        self._calls: SimpleQueue[CoreCall] = SimpleQueue()
         self._is_stopping = False
         self._newest: dict[str, RequestOutput] = {}
         self._lock = threading.Lock()  # of `_newest`
 
     # --- for the event loop -------------------------------------------------------------------------------------------
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: CoreCall) -> None:
         """Let this thread execute `call(core)` between two steps. `call` raises nothing."""
         self._calls.put(call)
         self.core.router.links.wake()
 
     def stop(self) -> None:
-        """End all engines, and this thread. It may be building them yet: then it ends them afterwards."""
+        """End all engines, and this thread. If it is still building them, it ends them afterwards."""
         self._is_stopping = True
-        self._calls.put(lambda core: None)
+        self._calls.put(lambda core: None)  # a wait for tokens ends by itself, within 50 ms
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Let the event loop call a function, unless the loop is closed."""
@@ -89,11 +89,11 @@ class CoreThread(threading.Thread):
             return
         failure: BaseException | None = None
         try:
-            self._look()
+            self._check_engines()
             self.post(finish, self.ready)
             while not self._is_stopping:
                 self._turn()
-        except BaseException as error:  # an engine core that is dead, or a reader of the trace that fails
+        except BaseException as error:  # no engine is left, or the core is dead
             failure = error
         finally:
             self.is_serving = False
@@ -106,18 +106,19 @@ class CoreThread(threading.Thread):
         core = self.core
         with suppress(Empty):
             is_idle = not core.has_unfinished_requests()
-            self._calls.get(is_idle, IDLE_S)(core)
-            while True:
+            self._calls.get(block=is_idle, timeout=IDLE_S)(core)
+            while True:  # and all others that have come
                 self._calls.get_nowait()(core)
         with core.changing():
             if core.has_unfinished_requests():
                 self._keep(core.run_step())
             else:
                 core.router.listen(0.0)
-            self._look()
+            self._check_engines()
 
-    def _look(self) -> None:
-        """Note whether the engines can serve. If they cannot, the requests that wait for one end now."""
+    def _check_engines(self) -> None:
+        """Note whether the engines can serve. If they cannot, requests that wait for one end now: a client that is told
+        can turn to another server, and a restart takes seconds. Raises `EngineLostError` if none will be started."""
         router: Router = self.core.router
         self.is_serving = all(router.of_role(role) for role in router.config.engines)
         if not self.is_serving:

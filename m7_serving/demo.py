@@ -3,7 +3,7 @@
 Without --prompt and --chat: a client and its stream, beside what the engine does for it; a dozen clients at once behind
 one system prompt; a client that goes away; a picture over HTTP; requests that are rejected; and the end of the server,
 which lets the last client finish. All clients are OpenAI's own (`pip install openai`). The other flags are those of the
-server and of a request.
+engine and of a request, and the limits of the server.
 """
 
 import argparse
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
     async def with_clients(url: str) -> None:
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             (model,) = (await client.models.list()).data
-            clients = (client, model.id, params, console)
-            await (Tour(*clients, records).run() if m1.is_tour(args) else Chat(*clients).run(args.prompt))
+            common = (client, model.id, params, console)
+            await (Tour(*common, records).run() if m1.is_tour(args) else Chat(*common).run(args.prompt))
 
     config = config_of(args, ServerConfig, port=0)
     start = partial(AsyncLLM.start, max_requests=config.max_requests, **configs_of(args) | {"trace_config": trace})
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
 async def beside(
     clients: Callable[[str], Awaitable[None]], serve: Callable[[Callable[[str], None]], Awaitable[bool]]
 ) -> None:
-    """Start a server, run its clients with its URL, and stop it as an operator would. Ctrl-C ends both."""
+    """Start a server in this event loop, run its clients with its URL, and stop it as an operator would. Ctrl-C ends
+    both."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def run_clients() -> None:

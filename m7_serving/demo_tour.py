@@ -32,8 +32,8 @@ SYSTEM = "".join(FACTS)
 PICTURE = PICTURES / "a_blue_square_and_a_yellow_star.png"
 
 
-class Clients:
-    """What the tour and the chat have in common."""
+class Client:
+    """One client and the fields of its requests, for the tour and the chat."""
 
     def __init__(self, client: Any, model: str, params: SamplingParams, console: Console) -> None:
         """`client`: openai's `AsyncOpenAI`; `model`: the name of the server's."""
@@ -51,12 +51,10 @@ class Clients:
         )
 
 
-class Tour(Clients):
+class Tour(Client):
     """The parts of m7's tour."""
 
-    def __init__(
-        self, client: Any, model: str, params: SamplingParams, console: Console, records: Records
-    ) -> None:
+    def __init__(self, client: Any, model: str, params: SamplingParams, console: Console, records: Records) -> None:
         """`records`: of the server's trace."""
         super().__init__(client, model, params, console)
         self.records = records
@@ -78,9 +76,9 @@ class Tour(Clients):
     async def show_stream(self) -> None:
         """Run one client, and print its chunks and the trace of its request.
 
-        Each chunk of a stream has the text since the one before. The trace of the engine core has the same id, with
-        "chatcmpl-": the router sends the request to the engine's process, which answers with token ids after each
-        step.
+        Each chunk of a stream has the text since the one before, and the time since the request was sent. The router's
+        trace has the id of the chunks: the router sends the request to the engine's process, which answers with token
+        ids after each of its steps. The steps below are the router's.
         """
         open_part(self.console, "1. A client and its stream", self.show_stream)
         began, table = time.perf_counter(), Table("ms", "chunk", "content")
@@ -127,8 +125,8 @@ class Tour(Clients):
     async def show_disconnect(self) -> None:
         """Close the connection of a client, and print the trace of its request.
 
-        A client closes its connection in the middle of a long answer. The server sees the close, aborts the request,
-        and the engine frees its memory with the end of the step that runs.
+        A client closes its connection in the middle of a long answer. The server detects that and aborts the request,
+        and the engine frees its memory at the end of its next step.
         """
         open_part(self.console, "3. A client that goes away", self.show_disconnect)
         stream = await self.ask(QUESTION, stream=True, max_tokens=800, ignore_eos=True, stop=[])
@@ -161,10 +159,11 @@ class Tour(Clients):
     async def show_errors(self) -> None:
         """Send requests that the server rejects.
 
-        What the server does not support is rejected by its name, before anything is queued.
+        Fields, values and models that the server does not support are rejected before anything is queued.
         """
         open_part(self.console, "5. Requests that are rejected", self.show_errors)
         lines = []
+        # the third one is misspelt on purpose
         for wrong in ({"temperature": 7}, {"tool_choice": "required"}, {"temprature": 1}, {"model": "gpt-4"}):
             try:
                 await self.ask(QUESTION, **wrong)
@@ -181,9 +180,8 @@ class Tour(Clients):
         open_part(self.console, "6. The end", self.show_end)
         stream = await self.ask(QUESTION, stream=True, max_tokens=64, ignore_eos=True, stop=[])
         os.kill(os.getpid(), signal.SIGTERM)
-        async for chunk in stream:
-            pass
-        bullets(self.console, [f"the last client has read {chunk.usage.completion_tokens} of 64 tokens"])
+        *_, last = [chunk async for chunk in stream]
+        bullets(self.console, [f"the last client has read {last.usage.completion_tokens} of 64 tokens"])
 
     def explain(self, rid: str) -> None:
         """Print the life of a request: when it was routed, aborted and finished, in the words of the trace."""
@@ -195,7 +193,7 @@ class Tour(Clients):
         bullets(self.console, [f"step {step}: {event.explain()}" for step, event in events if event.rid == rid])
 
 
-class Chat(Clients):
+class Chat(Client):
     """Prints the answer to one prompt, or to the lines of a chat, whose history it keeps."""
 
     async def run(self, prompt: str | None) -> None:

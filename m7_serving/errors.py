@@ -9,4 +9,5 @@ class ServerBusyError(EngineError):
 
 
 class EngineUnavailableError(EngineError):
-    """No engine can answer now: one that was lost is being started again. The request was not queued."""
+    """No engine can answer now, because one that was lost is being started again, or the server has ended the
+    request."""

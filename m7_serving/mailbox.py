@@ -1,8 +1,8 @@
 """Mailbox of a caller: one place for the newest output of each of its requests.
 
 An output has everything that a request has produced so far, so a newer one takes the place of one that was not read. A
-slow reader therefore delays no other request, and costs no memory. New in this milestone. vLLM:
-`RequestOutputCollector`; SGLang: `ReqState` of `TokenizerManager`.
+slow reader therefore delays no other request, and costs no memory (m1's mailboxes keep every output). New in this
+milestone. vLLM: `RequestOutputCollector`; SGLang: `ReqState` of `TokenizerManager`.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ class Mailbox:
 
     def __init__(self, request_ids: list[str]) -> None:
         self.unfinished = {request_id: index for index, request_id in enumerate(request_ids)}
-        """Index of each request whose end was not put here."""
+        """Index of each request whose last output has not come."""
         self._newest: dict[int, RequestOutput] = {}
         self._error: Exception | None = None
         self._is_filled = asyncio.Event()
@@ -29,7 +29,7 @@ class Mailbox:
         self._is_filled.set()
 
     def fail(self, error: Exception) -> None:
-        """Let the next `take` raise `error`; no output comes any more."""
+        """Let the next `take` raise `error`. Outputs that were not read are dropped."""
         self._error = error
         self.unfinished.clear()
         self._is_filled.set()

@@ -1,8 +1,9 @@
 """One engine of a group: an engine core, the side of its role, and its end of the KV transport.
 
 Everything is m6's engine as it is alone, but for the scheduler; a prefill engine computes one token of each request,
-and a decode engine runs prebuilt batches; one that does both is m6's, without text. `tick` is the body of the event loop: it handles messages, runs a step if
-there is anything to compute, and sends the results. SGLang: `event_loop_normal_disagg_prefill` and `..._decode`.
+and a decode engine runs prebuilt batches; one that does both is m6's, without text. `tick` is the body of the event
+loop: it handles messages, runs a step if there is anything to compute, and sends the results. SGLang:
+`event_loop_normal_disagg_prefill` and `..._decode`.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -152,7 +152,7 @@ class RequestRouted(Event):
     rid: str
     """Request id."""
     room: int
-    """Number of the transfer, the same on both engines."""
+    """Number of this attempt, the same on its engines."""
     prefill: str
     """The engine that computes the prompt."""
     decode: str

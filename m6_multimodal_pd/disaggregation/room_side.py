@@ -1,10 +1,11 @@
 """The common part of all engines of a group: requests come from the router by room, and results go back to it.
 
-A side stands between the messages of an engine and its engine core. It is called between two steps, never in one: a
-message changes what a user could change (it adds or aborts a request), or a queue of the scheduler. A message that is
-late, comes twice, or is for a room that has ended changes nothing. `EngineSide` adds the transfers of KV; an engine
-with the role `both` needs no more than this file (`BothSide`). New in this milestone. SGLang: `process_input_requests`
-and `send_to_detokenizer` of its scheduler; vLLM: `EngineCoreProc` in `v1/engine/core.py`.
+The router numbers each attempt at a request: that is its room. A side stands between the messages of an engine and its
+engine core. It is called between two steps, never in one: a message changes what a user could change (it adds or aborts
+a request), or a queue of the scheduler. A message that is late, comes twice, or is for a room that has ended changes
+nothing. `EngineSide` adds the transfers of KV; an engine with the role `both` needs no more than this file
+(`BothSide`). New in this milestone. SGLang: `process_input_requests` and `send_to_detokenizer` of its scheduler; vLLM:
+`EngineCoreProc` in `v1/engine/core.py`.
 """
 
 import time
@@ -51,7 +52,7 @@ class RoomSide(ABC, Generic[R]):
     """Handles the messages to an engine, and sends its results after each step."""
 
     in_flight: Sequence[Any] = ()
-    """Copies of KV that have begun."""
+    """Copies of KV that have begun and not ended."""
 
     def __init__(self, *, core: Any, send: Callable[[ToRouter], None]) -> None:
         """`send`: to the router."""
@@ -61,7 +62,7 @@ class RoomSide(ABC, Generic[R]):
         """Rooms come in the order of their numbers, each once."""
 
     def handle(self, message: Any) -> None:
-        """Handle a message. An error in it fails its room alone."""
+        """Handle a message. A job that intake rejects fails its room alone."""
         match message:
             case Cancel(room):
                 if room in self.rooms:
@@ -81,14 +82,14 @@ class RoomSide(ABC, Generic[R]):
 
     @abstractmethod
     def after_step(self) -> None:
-        """Send what is there to be sent, and leave the rooms of requests that have ended. Called in every tick, after
-        its step if it has one. Raises `EngineDeadError` if a copy finds its device lost."""
+        """Send new tokens, and free the rooms of requests that have ended. Called in every turn of the engine's loop,
+        after its step if it has one. Raises `EngineDeadError` if a copy finds its device lost."""
 
     def close(self) -> None:
         """Release the memory that is not the engine core's."""
 
     def admit(self, room: int, job: Job) -> Req | None:
-        """Return the request of a job; None if intake rejects it, which the router learns."""
+        """Return the request of a job; None if intake rejects it: then the router receives the error."""
         rid = job.rid if job.rid not in self.core.scheduler.requests else f"{job.rid}@{room}"
         try:
             req: Req = self.core.input_processor.process_request(
@@ -109,7 +110,7 @@ class RoomSide(ABC, Generic[R]):
         return req
 
     def report(self, room: R, cached_tokens: int, prompt_logprobs: tuple[LogprobRow, ...] | None) -> None:
-        """Send the tokens that the router does not have. The other arguments are of a room's first report."""
+        """Send the tokens that the router does not have. `prompt_logprobs`: in the first report of a room only."""
         req, first = room.req, room.num_reported
         new = req.output_ids[first:]
         logprobs: tuple[LogprobRow | None, ...] = (None,) * len(new)

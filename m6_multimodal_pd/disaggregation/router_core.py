@@ -91,6 +91,9 @@ class RouterCore(EngineCoreBase):
         members, own = self.router.members.values(), vars(super().stats())
         own = own | {"num_waiting": own["num_waiting"] + len(self.families.reading)}
         of_engines = [m.result_of("stats") if "stats" in m.answers else stats_of_idle(m.joined) for m in members]
+        if self.router.config.both:  # of the requests that engines have, some wait there
+            running = min(sum(stats.get("num_running", 0) for stats in of_engines), own["num_running"])
+            own |= {"num_running": running, "num_waiting": own["num_waiting"] + own["num_running"] - running}
         summed = EngineStats.__dataclass_fields__.keys() - COUNTED_HERE
         totals = {name: sum(stats.get(name, 0) for stats in of_engines) for name in summed}
         return EngineStats(**{**own, **totals})

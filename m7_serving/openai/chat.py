@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: the answer to a conversation, whole or in chunks.
 
-A chunk has a part of one choice. In order, per choice: the role, new text, an empty delta with the `finish_reason`. New
-in this milestone. vLLM: `entrypoints/openai/chat_completion`; SGLang: `serving_chat.py`.
+A chunk has a part of one choice. The chunks of a choice are its role, its new texts, and its `finish_reason`; the usage
+comes last. New in this milestone. vLLM: `entrypoints/openai/chat_completion`; SGLang: `serving_chat.py`.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 
 from m1_single_request.input_processor import Prompt
 from m7_serving.async_llm import AsyncLLM
-from m7_serving.openai.deltas import Call, Delta, stream, whole
+from m7_serving.openai.deltas import Delta, Generation, stream, whole
 from m7_serving.openai.fields import InvalidFieldError
 from m7_serving.openai.logprobs import chat_logprobs
 from m7_serving.openai.params import chat_params
@@ -26,9 +26,9 @@ NAME_OF_MESSAGE = re.compile(r"""message(\.|\[['"])name\b""")
 async def answer(
     llm: AsyncLLM, request: ChatCompletionRequest, *, model: str, request_id: str, watch: Watch
 ) -> dict[str, Any]:
-    """Return the body of an answer. `model` is the name that it has in the answer.
+    """Return the body of an answer. `model`: the name that is served.
 
-    Raises a subclass of `InvalidRequestError`, and as `AsyncLLM.generate_batch`; the error of a request that failed.
+    Raises a subclass of `InvalidRequestError`, the errors of `AsyncLLM.generate_batch`, and that of a failed request.
     """
     call = await _call(llm, request, "chat.completion", model, request_id, watch)
     deltas, usage = await whole(call)
@@ -56,7 +56,8 @@ async def chunks(
 
 
 async def chat_prompt(llm: AsyncLLM, request: ChatCompletionRequest) -> Prompt:
-    """Return the prompt of a conversation: its messages, or tokens if the request has options for the template."""
+    """Return the prompt of a conversation: its messages, or its tokens and images if the request has options for the
+    template, which `generate` does not take."""
     messages = template_messages(request.messages, llm.input_processor.tokenizer.chat_template)
     if not request.chat_template_kwargs:
         return messages
@@ -67,7 +68,7 @@ async def chat_prompt(llm: AsyncLLM, request: ChatCompletionRequest) -> Prompt:
 def template_messages(messages: Sequence[Message], template: object) -> list[dict[str, Any]]:
     """Return messages as the chat template takes them.
 
-    A developer is a system for a template that has no such role, as for OpenAI's older models. Raises
+    The role `developer` becomes `system` for a template that lacks it, as for OpenAI's older models. Raises
     `InvalidFieldError` for a name that the template would ignore.
     """
     text = template if isinstance(template, str) else ""
@@ -84,10 +85,10 @@ def template_messages(messages: Sequence[Message], template: object) -> list[dic
 
 async def _call(
     llm: AsyncLLM, request: ChatCompletionRequest, kind: str, model: str, request_id: str, watch: Watch
-) -> Call:
+) -> Generation:
     params = chat_params(request, llm.input_processor.max_model_len)
     head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time()), "model": model}
-    return Call(llm, request, [await chat_prompt(llm, request)], params, head, watch)
+    return Generation(llm, request, [await chat_prompt(llm, request)], params, head, watch)
 
 
 def _choices(llm: AsyncLLM, request: ChatCompletionRequest, delta: Delta) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """`/v1/completions`: the continuations of prompts, whole or in chunks.
 
 A request may have several prompts. Choice `i` continues prompt `i // n`. With `echo` the prompt is the first part of
-every choice; with `max_tokens=0` it is the only one, which gives the log-probabilities of a text (lm-eval scores
-models so). New in this milestone. vLLM: `entrypoints/openai/completion`; SGLang: `serving_completions.py`.
+every choice; with `max_tokens=0` it is the only part, which gives the log-probabilities of a text (lm-eval scores
+models this way). New in this milestone. vLLM: `entrypoints/openai/completion`; SGLang: `serving_completions.py`.
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import Any
 from m1_single_request.input_processor import check_model_len
 from m1_single_request.outputs import TokenLogprobs
 from m7_serving.async_llm import AsyncLLM
-from m7_serving.openai.deltas import Call, Delta, stream, whole
+from m7_serving.openai.deltas import Delta, Generation, stream, whole
 from m7_serving.openai.logprobs import completion_logprobs
 from m7_serving.openai.params import completion_params
 from m7_serving.openai.requests import CompletionRequest
@@ -25,9 +25,9 @@ from m7_serving.openai.usage import Watch
 async def answer(
     llm: AsyncLLM, request: CompletionRequest, *, model: str, request_id: str, watch: Watch
 ) -> dict[str, Any]:
-    """Return the body of an answer. `model` is the name that it has in the answer.
+    """Return the body of an answer. `model`: the name that is served.
 
-    Raises a subclass of `InvalidRequestError`, and as `AsyncLLM.generate_batch`; the error of a request that failed.
+    Raises a subclass of `InvalidRequestError`, the errors of `AsyncLLM.generate_batch`, and that of a failed request.
     """
     call, choices = _call(llm, request, model, request_id, watch), await Choices.of(llm, request)
     deltas, usage = await whole(call)
@@ -44,7 +44,7 @@ async def chunks(
             yield chunk
 
 
-def _call(llm: AsyncLLM, request: CompletionRequest, model: str, request_id: str, watch: Watch) -> Call:
+def _call(llm: AsyncLLM, request: CompletionRequest, model: str, request_id: str, watch: Watch) -> Generation:
     prompts: Sequence[str | list[int]] = request.prompt
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
@@ -52,7 +52,7 @@ def _call(llm: AsyncLLM, request: CompletionRequest, model: str, request_id: str
             check_token_ids(prompt, llm.input_processor.vocab_size, f"prompt[{index}]")
     head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time()), "model": model}
     params = completion_params(request)
-    return Call(llm, request, prompts, params, head, watch, returns_output=request.max_tokens > 0)
+    return Generation(llm, request, prompts, params, head, watch, returns_output=request.max_tokens > 0)
 
 
 class Choices:

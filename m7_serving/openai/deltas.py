@@ -23,7 +23,7 @@ FAILED = ("abort", "error")
 
 
 @dataclass(frozen=True)
-class Call:
+class Generation:
     """One HTTP call: what goes to the engine, and the fields that all parts of its answer share."""
 
     llm: AsyncLLM
@@ -60,6 +60,7 @@ class Delta(NamedTuple):
     choice: int
     """Index of the choice: index of the prompt * n + number of the output."""
     prompt: int
+    """Its index."""
     output: RequestOutput
     is_first: bool
     text: str
@@ -111,12 +112,13 @@ class Deltas:
         return usage(self.outputs.values())
 
     def _has_prompt_logprobs(self, output: RequestOutput) -> bool:
-        """Return whether the prompt can be sent: of `n` choices, one computes its log-probabilities for all."""
+        """Return whether the log-probabilities of the prompt are there, if requested: one of `n` choices computes
+        them."""
         known = len(output.prompt_logprobs or ())
         return self.params.prompt_logprobs is None or known == len(output.prompt_token_ids)
 
 
-async def whole(call: Call) -> tuple[list[Delta], dict[str, Any]]:
+async def whole(call: Generation) -> tuple[list[Delta], dict[str, Any]]:
     """Return every choice as one delta, in order, and the usage."""
     deltas = Deltas(call.params)
     found: list[Delta] = []
@@ -127,11 +129,11 @@ async def whole(call: Call) -> tuple[list[Delta], dict[str, Any]]:
 
 
 async def stream(
-    call: Call, choices_of: Callable[[Delta], Iterable[dict[str, Any]]]
+    call: Generation, choices_of: Callable[[Delta], Iterable[dict[str, Any]]]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the chunks of an answer: one for each choice that `choices_of` makes of a delta, and the usage last.
 
-    Raises as `Call.outputs`: before the first chunk for a request that cannot run, later for one that failed.
+    Raises as `Generation.outputs`: before the first chunk for a request that cannot run, later for one that failed.
     """
     wanted = call.request.stream_options or StreamOptions()
     deltas = Deltas(call.params)

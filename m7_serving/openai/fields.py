@@ -1,8 +1,9 @@
 """Fields of a request that are not supported, or have no effect on the answer: the only place that lists them.
 
-A field that a client sends is expected to act. So every field is supported, listed here, or rejected by its name. null,
-and a value that is the documented default of an unsupported field, mean that the field is absent; clients send them
-often. New in this milestone. vLLM and SGLang ignore unknown fields, and support most of those that are rejected here.
+A field that a client sends is expected to act. So every field is supported, listed here, or rejected with an error that
+names it. null, and a value that is the documented default of an unsupported field, mean that the field is absent;
+clients send them often. New in this milestone. vLLM and SGLang ignore unknown fields, and support most of those that
+are rejected here.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,11 +39,11 @@ COMMON: Absent = {
 }
 CHAT: Absent = {
     **COMMON,
-    "add_generation_prompt": (True,),  # this and the next but two: `chat_template_kwargs` can set them
+    "add_generation_prompt": (True,),  # `chat_template_kwargs` can set it
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
+    "continue_final_message": (False,),  # the same
     "documents": (),
     "echo": (False,),
     "function_call": ("none", "auto"),

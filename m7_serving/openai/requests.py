@@ -112,7 +112,7 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Url(Body):
-    """Where an image or a video is; a `data:` URL contains it."""
+    """URL of an image or a video; a `data:` URL contains it."""
 
     unsupported = fields.IMAGE_URL
     url: str
@@ -168,7 +168,7 @@ class StreamOptions(Body):
 
 
 class GenerationRequest(Body):
-    """The fields that both endpoints have. Those after `cache_salt` are vLLM's, and `speculate` is ours."""
+    """The fields that both endpoints have. From `priority` on they are vLLM's, and `speculate` is ours."""
 
     no_effect = fields.NO_EFFECT
     model: str | None = None

@@ -7,8 +7,8 @@ from typing import Any
 from m1_single_request.outputs import RequestOutput
 
 Watch = Callable[[int], AbstractContextManager[Callable[[int, RequestOutput], None]]]
-"""The metrics of one call. Called with the number of prompts; the value of the context is called with the index of a
-prompt and its output, for every output."""
+"""The metrics of one call. Called with the number of prompts; the value of the context takes each output, with the
+index of its prompt."""
 
 
 def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The routes of the server: OpenAI's API, and what operators need.
 
-A route checks the name of the model and makes an answer of `openai/`'s coroutine or generator; the answer computes the
-rest while it is sent (`sse.py`). New in this milestone. vLLM: `entrypoints/openai/api_server.py`; SGLang:
-`entrypoints/http_server.py`.
+A route checks the name of the model and returns a response around a coroutine of `openai/` (a whole answer) or a
+generator (a stream); it runs while the response is sent (`responses.py`). New in this milestone. vLLM:
+`entrypoints/openai/api_server.py`; SGLang: `entrypoints/http_server.py`.
 """
 
 import time
@@ -27,9 +27,9 @@ from m7_serving.server.auth import RequireKey
 from m7_serving.server.error_shape import HANDLERS, failure
 from m7_serving.server.limits import Limits
 from m7_serving.server.metrics import Metrics
-from m7_serving.server.sse import StreamingAnswer, WholeAnswer
+from m7_serving.server.responses import StreamedResponse, WholeResponse
 
-Make = Callable[..., Any]
+Maker = Callable[..., Any]
 ERROR_FIELDS = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
 ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "object", "properties": ERROR_FIELDS}}}
 ERROR_RESPONSE = {"description": "Error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}
@@ -47,8 +47,8 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         responses={"4XX": ERROR_RESPONSE, "5XX": ERROR_RESPONSE},
     )
     app.state.is_draining = False
-    app.include_router(openai_routes(app, llm, config, metrics, name))
-    app.include_router(other_routes(app, llm, config, metrics, name))
+    app.include_router(model_routes(app, llm, config, metrics, name))
+    app.include_router(state_routes(app, llm, config, metrics, name))
     if config.api_key:
         app.add_middleware(RequireKey, keys=config.api_key)
     app.add_middleware(Limits, config=config)  # the last one is the first that a request meets
@@ -56,29 +56,29 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
 
 
 def served_name(llm: AsyncLLM, config: ServerConfig) -> str:
-    """Return the name of the model in requests: as configured, else its path or hub id; of the included one, its
-    folder's name."""
+    """Return the name of the model in requests: as configured, or the name of the included model, or the path or hub id
+    of another one."""
     model = llm.config.model.model
     return config.served_model_name or (DEFAULT_MODEL.name if model == DEFAULT_MODEL else str(model))
 
 
-def openai_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: str) -> APIRouter:
-    """Return the routes that need the model."""
+def model_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: str) -> APIRouter:
+    """Return the routes that run the model or its tokenizer."""
     router, timeout_s = APIRouter(), config.request_timeout_s
 
-    def generated(answer: Make, chunks: Make, request: ChatCompletionRequest | CompletionRequest) -> Response:
+    def generated(answer: Maker, chunks: Maker, request: ChatCompletionRequest | CompletionRequest) -> Response:
         if request.model not in (None, name):
             return unknown_model(request.model)
         if app.state.is_draining:
             raise ServerBusyError("the server is shutting down")
-        make, answer_class = (chunks, StreamingAnswer) if request.stream else (answer, WholeAnswer)
+        make, response_class = (chunks, StreamedResponse) if request.stream else (answer, WholeResponse)
         work = make(llm, request, model=name, request_id=uuid.uuid4().hex, watch=metrics.watch)
-        return answer_class(work, timeout_s)
+        return response_class(work, timeout_s)
 
-    def converted(convert: Make, request: TokenizeRequest | DetokenizeRequest) -> Response:
+    def converted(convert: Maker, request: TokenizeRequest | DetokenizeRequest) -> Response:
         if request.model not in (None, name):
             return unknown_model(request.model)
-        return WholeAnswer(convert(llm, request), timeout_s)
+        return WholeResponse(convert(llm, request), timeout_s)
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: ChatCompletionRequest) -> Response:
@@ -103,8 +103,8 @@ def openai_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Me
     return router
 
 
-def other_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: str) -> APIRouter:
-    """Return the routes that need no computation."""
+def state_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: str) -> APIRouter:
+    """Return the routes that show the state of the server."""
     router, timeout_s = APIRouter(), config.request_timeout_s
     model = {
         "id": name,
@@ -126,7 +126,7 @@ def other_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
 
     @router.get("/health", response_model=None)
     async def health() -> dict[str, str]:
-        """Return 200 if new requests can be answered, else 503."""
+        """Return 200 while the engines serve, also if no more requests are accepted at present; else 503."""
         if app.state.is_draining or not llm.is_serving:
             raise EngineUnavailableError("the server does not answer requests now")
         return {}
@@ -144,7 +144,7 @@ def other_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
     @router.get("/status/events")
     async def stream_status() -> Response:
         """Return the events of that page."""
-        return StreamingAnswer(status.updates(llm), timeout_s)
+        return StreamedResponse(status.updates(llm), timeout_s)
 
     @router.get("/version", response_model=None)
     async def read_version() -> dict[str, str]:

@@ -1,8 +1,9 @@
 """API keys: middleware that rejects requests without a valid one.
 
-Digests of keys are compared, in a time that depends on neither of them, and always with all keys. The keys guard what
-computes, and the name of the model; not `/health` and `/metrics`, which load balancers and Prometheus read. New in this
-milestone. vLLM: `AuthenticationMiddleware`; SGLang: `add_api_key_middleware`.
+Digests of keys are compared, in a time that depends on neither of them, and always with all keys. Keys guard the routes
+that run the model or its tokenizer, and `/v1/models`. `/health`, `/metrics` and `/status`, which load balancers,
+Prometheus and browsers read, are open. New in this milestone. vLLM: `AuthenticationMiddleware`; SGLang:
+`add_api_key_middleware`.
 """
 
 import hashlib

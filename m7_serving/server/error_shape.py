@@ -1,6 +1,7 @@
 """Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`, and their status.
 
-Clients get the text of errors that they caused, in bounded size; of all others a fixed text, and the log has the rest.
+Clients get the text of errors that they caused, or that ask them to try later, in bounded size; of all others a fixed
+text, and the log has the rest.
 New in this milestone. vLLM: `ErrorResponse`, whose `type` is a name of the status; SGLang: the same, without `error`
 around it.
 """

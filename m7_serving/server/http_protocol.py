@@ -51,7 +51,7 @@ class HttpProtocol(H11Protocol):
             data = self.conn.trailing_data[0]
         if self._has_whole_request and data:
             self.cycle.keep_alive = False
-            self.flow.resume_reading()
+            self.flow.resume_reading()  # so that a close by the client is noticed
         if self.conn.their_state is h11.IDLE:
             self._start_timer("headers", self.limits.header_timeout_s, self._on_slow_headers)
         else:

@@ -1,9 +1,9 @@
 """Limits of a request: middleware that checks its size, type and pace before and while the application reads it.
 
 The application reads a body by `receive`, so that a body may be rejected before, or while, it is sent: its size is
-checked also without a `Content-Length`, and a client that sends slowly is not waited for. An answer to a request whose
-body was not read closes the connection, because the rest of the body would be read as the next request. New in this
-milestone. vLLM: `--h11-max-incomplete-event-size`, `validate_json_request`; it has no limit for bodies.
+checked also without a `Content-Length`, and a client that sends slowly is rejected after `body_timeout_s`. An answer to
+a request whose body was not read closes the connection, because the rest of the body would be read as the next request.
+New in this milestone. vLLM: `--h11-max-incomplete-event-size`, `validate_json_request`; it has no limit for bodies.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ DISCARD_S = 2.0
 
 
 class Limits:
-    """ASGI middleware: rejects requests that are too large, too slow or no JSON. While the server shuts down it closes
-    the connection after every answer."""
+    """ASGI middleware: rejects requests that are too large, too slow or not declared as JSON. While the server shuts
+    down it closes the connection after every answer."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self.app, self.config = app, config
@@ -98,7 +98,8 @@ class Body:
         return message
 
     async def discard(self) -> None:
-        """Read the rest, for a limited time: a client that is sending loses an answer whose connection is closed."""
+        """Read the rest, for a limited time: to close a socket with unread data resets the connection, and the client
+        may lose the response."""
         with suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_S):
                 while (await self._receive()).get("more_body", False):

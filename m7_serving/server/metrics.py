@@ -1,7 +1,9 @@
 """Metrics in Prometheus' format, with SGLang's names.
 
-Gauges are read from the engine when the page is requested. Counters and histograms are about requests: the counters of
-tokens are the sums of the `usage` of all answers. The times are those of the engine's outputs. New in this milestone.
+Gauges are read from the engine when the page is requested. Counters are about finished answers: those of tokens are the
+sums of their `usage`. Times to first tokens and gaps also contain requests that have failed or were aborted; a gap is
+measured where the output is read, and ends later if the event loop is busy. The names have SGLang's prefix, so that its
+dashboards work. New in this milestone.
 SGLang: `metrics/collector.py`; vLLM: `v1/metrics/loggers.py`.
 """
 
@@ -83,7 +85,7 @@ class Metrics:
     def watch(self, num_prompts: int) -> Iterator[Callable[[int, RequestOutput], None]]:
         """Count the requests of one call: a context whose value receives their outputs, with the index of the prompt.
 
-        Requests that fail, or are rejected, are not counted.
+        Requests that fail, or are rejected, are no answers.
         """
         newest: dict[int, RequestOutput] = {}
         times: dict[int, float] = {}
@@ -103,7 +105,9 @@ class Metrics:
     def _observe(
         self, newest: dict[int, RequestOutput], times: dict[int, float], index: int, output: RequestOutput
     ) -> None:
-        """Note the times of the new tokens of an output."""
+        """Note the times of the new tokens of an output. Its outputs (`n`) are computed side by side, so that each of
+        the new tokens has taken the time since the last ones, times their number, divided by the number of new
+        tokens."""
         metrics, width = output.metrics, len(output.outputs)
         if metrics.first_token_time is not None:
             if index not in times:

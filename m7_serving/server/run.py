@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def received_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT while it is the context of the running event loop."""
+    """Collect SIGTERM and SIGINT inside of the `with` block, in the running event loop."""
     loop, received = asyncio.get_running_loop(), list[int]()
     for number in SIGNALS:
         loop.add_signal_handler(number, received.append, number)
@@ -95,7 +95,7 @@ async def _serve(
     gc.freeze()
     servers = [Server(uvicorn_config(each, config)) for each in (app, make_operators_app(llm))]
     tasks = [asyncio.create_task(server.serve([sock])) for server, sock in zip(servers, sockets, strict=True)]
-    are_done = lambda: any(task.done() for task in tasks)  # noqa: E731
+    are_done: Callable[[], bool] = lambda: any(task.done() for task in tasks)  # noqa: E731
     try:
         await _until(lambda: all(server.started for server in servers) or are_done())
         if not are_done():

@@ -9,7 +9,7 @@ from m6_multimodal_pd import ConfigError, EngineLostError, SamplingParams
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime.messages import Generate
 from tests.m6_multimodal_pd.engines import greedy
-from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike
+from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting
 from tests.m6_multimodal_pd.seeing import asking
 
 ASKED: Asked = {
@@ -63,6 +63,16 @@ def test_an_aborted_request_frees_everything(seeing_directory: Path) -> None:
         group.run()
         assert group.last["long"].finish_reason == "abort"
         group.check_flushed()
+
+
+def test_requests_that_wait_in_an_engine_are_counted_as_waiting(seeing_directory: Path) -> None:
+    with Group(seeing_directory, group={"both": 1}, **setting(2)) as group:
+        group.add({f"{number}": (asking(number), greedy(30), {}) for number in range(5)}, num_steps=3)
+        stats = group.engine.stats()
+        assert (stats.num_running, stats.num_waiting) == (2, 3)
+        group.run()
+        stats = group.engine.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
 def test_an_engine_makes_texts_for_stop_strings_alone(seeing_directory: Path) -> None:

@@ -21,7 +21,7 @@ from tests.m7_serving.conftest import IN_PROCESS
 from tests.m7_serving.running import check_error, running
 from tests.m7_serving.test_server_run import serving
 
-LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+SHORT, LONG = SamplingParams(max_tokens=8), SamplingParams(max_tokens=300, ignore_eos=True)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ async def operator(llm: AsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def text_of(llm: AsyncLLM, params: SamplingParams = SamplingParams(max_tokens=8)) -> str:
+async def text_of(llm: AsyncLLM, params: SamplingParams = SHORT) -> str:
     """The answer to a prompt."""
     output = [output async for output in llm.generate("What is a KV cache?", params)][-1]
     return output.outputs[0].text
@@ -183,7 +183,7 @@ def test_a_socket_of_a_killed_server_is_replaced_and_that_of_a_living_one_is_not
         killed.bind(str(path))
     with unix_socket(path) as first:
         first.listen()
-        with pytest.raises(OSError, match="cannot listen at .*Address already in use"), unix_socket(path):
+        with pytest.raises(OSError, match=r"cannot listen at .*Address already in use"), unix_socket(path):
             pass
         assert path.is_socket()
     assert not path.exists()

@@ -2,22 +2,24 @@
 
 import asyncio
 import json
-import shutil
-import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from m1_single_request.events import Abort
 from m1_single_request.tracer import TraceRecord
 from m7_serving import AsyncLLM, SamplingParams
 from m7_serving.server.status import MOST_EVENTS, PAGE, StatusReader, updates
+from tests.m7_serving.browser import CHROMIUM, opened
 from tests.m7_serving.running import asynchronous, running
 from tests.m7_serving.servers import chat, serving
+from tests.m7_serving.test_kills import eventually
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+PAINTED = "canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean)"
 SECRET = "What is a KV cache?"
 
 
@@ -79,26 +81,25 @@ async def test_the_page_loads_nothing_from_elsewhere() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome")
 def test_a_browser_shows_lanes(tmp_path: Path) -> None:
-    """The page of a real server, while requests run, as the browser has built it after some seconds."""
-    import threading
-
-    from openai import OpenAI
-
-    with serving() as server, OpenAI(base_url=server.url, api_key="none") as client:
-        asked = chat(max_tokens=400, extra_body={"ignore_eos": True})
-        askers = [threading.Thread(target=lambda: client.chat.completions.create(**asked)) for _ in range(40)]
-        for thread in askers[:4]:
-            thread.start()
-        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-        quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
-        dump = ["--timeout=6000", "--dump-dom", f"{server.root}/status"]
-        with subprocess.Popen([*command, *quiet, *dump], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as browser:
-            for thread in askers[4:]:
-                thread.start()
-                thread.join(0.1)
-            dom, _ = browser.communicate(timeout=60)
-        for thread in askers:
-            thread.join()
-        text = dom.decode()
-    assert 'data-requests="' in text and 'data-requests="0"' not in text
-    assert "tokens used by running requests" in text and "running" in text
+    """Of a server while it works: a lane for each request, an aborted one, the numbers of the tiles, a lost server."""
+    with serving("--max-num-seqs", "4") as server, OpenAI(base_url=server.url, api_key="none") as client:
+        asked = chat(max_tokens=1000, extra_body={"ignore_eos": True})
+        with opened(f"{server.root}/status", tmp_path) as page, ThreadPoolExecutor(12) as pool:
+            assert eventually(lambda: page.value("find('state').textContent") == "")
+            assert page.value("canvas = find('lanes'); canvas.dataset.requests") == "0"
+            answers = [pool.submit(lambda: client.chat.completions.create(**asked)) for _ in range(11)]
+            stream = client.chat.completions.create(**asked, stream=True)
+            next(iter(stream))
+            stream.close()
+            assert eventually(lambda: page.value("canvas.dataset.requests") == "12")
+            assert eventually(lambda: page.value("find('tiles').firstChild.textContent") == "4running")
+            (tmp_path / "page.png").write_bytes(page.picture())
+            for each in answers:
+                assert each.result().usage.completion_tokens == 1000
+            ended = "[...requests.values()].map(one => one.reason).sort().join()"
+            assert eventually(lambda: page.value(ended) == ",".join(["abort", *["length"] * 11]))
+            assert page.value("[...requests.values()].every(one => one.prompt > 0 && one.engine === 'both-0')")
+            assert page.value(PAINTED)
+            assert eventually(lambda: page.value("find('tiles').firstChild.textContent") == "0running")
+            server.stop()
+            assert eventually(lambda: "does not answer" in page.value("find('state').textContent"))

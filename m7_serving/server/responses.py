@@ -1,14 +1,14 @@
-"""Answers that end with their client: a whole body, and a stream of server-sent events.
+"""Responses that end with their client: a whole body, and a stream of server-sent events.
 
     receive() --- http.disconnect ---> cancel --+
                                                 v
     generator of payloads --- await anext() --> send()
 
 A client may close its connection at any moment. The work for its answer is a task beside another one that waits for
-`http.disconnect`; whichever ends first ends the other. A cancelled task closes its generator, which aborts the request,
-wherever it is: in the tokenizer, in a queue, in a step. Errors before the first payload become HTTP errors, later ones
-an event. New in this milestone. vLLM: `with_cancellation`, `StreamingResponse`; SGLang: `create_abort_task`, which
-aborts two seconds after the end of a stream.
+`http.disconnect`; whichever ends first ends the other. A cancelled task closes the engine's generator, which aborts the
+request: one that waits or runs at the next step, and one that is being tokenized after that. Errors before the first
+payload become HTTP errors, later ones an event. New in this milestone. vLLM: `with_cancellation`, `StreamingResponse`;
+SGLang: `create_abort_task`, which aborts two seconds after the end of a stream.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """So that no cache and no proxy (nginx) holds back a part of a stream."""
 
 
-class WholeAnswer(Response):
-    """An answer that is computed when it is sent."""
+class WholeResponse(Response):
+    """A response whose body is computed when it is sent."""
 
     media_type = "application/json"
 
@@ -47,18 +47,18 @@ class WholeAnswer(Response):
         await Response(msgspec.json.encode(body), media_type=self.media_type)(scope, receive, send)
 
 
-class StreamingAnswer(Response):
+class StreamedResponse(Response):
     """A stream of events, one for each payload of a generator, and `[DONE]` at the end, also after an error."""
 
     media_type = "text/event-stream"
 
     def __init__(self, payloads: AsyncGenerator[dict[str, Any], None], timeout_s: float) -> None:
         super().__init__(headers=EVENT_HEADERS)
-        del self.headers["content-length"]
+        del self.headers["content-length"]  # which `Response` has set to 0
         self.payloads, self.timeout_s = payloads, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream. Raises the error of the first payload, or `TimeoutError`, as long as nothing was sent."""
+        """Send the stream. Raises an error that comes before the first payload."""
         await until_disconnect(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
