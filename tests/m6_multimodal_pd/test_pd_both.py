@@ -80,10 +80,10 @@ def test_an_engine_makes_texts_for_stop_strings_alone(seeing_directory: Path) ->
     asked: Asked = {"ids": (asking(1), greedy(30), {}), "stop": (asking(1), greedy(30, stop=["no such text"]), {})}
     with both_of(seeing_directory, 1) as group:
         group.add(asked, num_steps=12)
-        requests = group.engines["both-0"].core.scheduler.requests
+        requests = dict(group.engines["both-0"].core.scheduler.requests)
+        group.run()
         num_read = {rid: req.sequence.detokenizer.reading.end for rid, req in requests.items()}
         assert num_read["ids"] == 0 < num_read["stop"]
-        group.run()
 
 
 def test_prompts_with_cached_tokens_are_counted_as_in_one_engine(seeing_directory: Path) -> None:

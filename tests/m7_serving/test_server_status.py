@@ -1,7 +1,6 @@
 """The page /status: what it is sent, that it costs nothing without a viewer, and how a browser shows it."""
 
 import asyncio
-import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
@@ -46,7 +45,8 @@ def test_the_page_gets_the_requests_and_the_totals_and_no_text(runner: asyncio.R
     assert events[-1]["out_len"] == 20 and events[-1]["reason"] == "length"
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
     assert sent[-1]["stats"]["max_total_tokens"] > 0 and "hit_rate" in sent[-1]["stats"]
-    assert set(json.dumps(sent).lower().split("kv cache")) == {json.dumps(sent).lower()}, "no text of a request"
+    shown = {"time", "kind", "rid", "len", "prefill", "decode", "attempt", "out_len", "reason"}
+    assert {name for event in events for name in event} == shown, "numbers and names, and no text of a request"
 
 
 def test_without_a_viewer_nothing_is_traced(runner: asyncio.Runner, llm: AsyncLLM) -> None:
