@@ -36,8 +36,8 @@ FLAGS: m1.Flags = {
     "limits of requests": (ServerConfig, LIMITS),
     "times": (ServerConfig, TIMES),
     **{title: m6.FLAGS[title] for title in OF_THE_ENGINE},
-    "engines": (DisaggregationConfig, "both prefill decode devices transport"),
-    "images": (MultimodalConfig, IMAGES),
+    "engines": (DisaggregationConfig, "both prefill decode devices transport max_restarts"),
+    "images, which one process reads by default": (MultimodalConfig, IMAGES),
     "trace": (TraceConfig, "jsonl=--trace-file"),
     "threads": (m1.DemoConfig, "threads"),
 }
@@ -46,7 +46,6 @@ CLASSES = {
     "scheduler": SchedulerConfig,
     "cache": CacheConfig,
     "speculative": SpeculativeConfig,
-    "multimodal": MultimodalConfig,
     "trace": TraceConfig,
 }
 
@@ -81,9 +80,10 @@ def configs_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the configurations of the engines, as keywords of `AsyncLLM.start`. Sets the number of threads of this
     process, which its engines take over: 1 for the included model, whose operations are too small to share."""
     configs: dict[str, Any] = {f"{name}_config": config_of(args, each) for name, each in CLASSES.items()}
+    media: dict[str, Any] = {"num_media_processes": 1}  # on the tokenizer thread a large image would delay all prompts
     if hosts := config_of(args, ServerConfig).allowed_media_hosts:
-        urls = {"allowed_url_schemes": ("http", "https"), "allowed_url_hosts": hosts}
-        configs["multimodal_config"] = config_of(args, MultimodalConfig, **urls)
+        media |= {"allowed_url_schemes": ("http", "https"), "allowed_url_hosts": hosts}
+    configs["multimodal_config"] = config_of(args, MultimodalConfig, **media)
     is_pair = not given(args, DisaggregationConfig).keys().isdisjoint(("prefill", "decode"))
     configs["disaggregation_config"] = config_of(args, DisaggregationConfig, both=0 if is_pair else 1)
     threads = config_of(args, m1.DemoConfig).threads or (1 if configs["model_config"].model is None else None)

@@ -9,7 +9,7 @@ everything so far. Closing the generator, or cancelling the task that reads it, 
 
     event loop         mailboxes, and whatever the callers do
     tokenizer thread   chat templates, tokens and checks of one call after the other; images, unless
-                       `num_media_processes` is set
+                       `num_media_processes` is set or the request has options for the template
     core thread        the router of a group: sends requests to engines, makes texts of their tokens (`core_thread.py`)
     engine processes   steps
 
@@ -33,8 +33,8 @@ from m1_single_request.errors import (
     ConfigError,
     DuplicateRequestError,
     EngineClosedError,
-    EngineError,
     InvalidRequestError,
+    PromptTooLongError,
     shown,
 )
 from m1_single_request.field_rules import PositiveInt, valid
@@ -64,11 +64,12 @@ class AsyncLLM:
         """Begin to build the engine; see `start`."""
         self.config, self.max_requests = config, max_requests
         self.num_unfinished = 0
-        """Number of requests that were admitted and have not ended, also those that are being tokenized."""
+        """Number of outputs that were admitted and have not ended, also of prompts that are being tokenized."""
         self._thread = CoreThread(config, self._deliver)
         self._thread.ended.add_done_callback(self._end)
         self._tokenizer = ThreadPoolExecutor(1, "tokenizer")
         self._mailboxes: dict[str, Mailbox] = {}
+        self._reading: asyncio.Future[Any] | None = None
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._numbers = count()
@@ -80,7 +81,7 @@ class AsyncLLM:
     async def start(cls, model: str | Path | None = None, *, max_requests: int = 256, **configs: Any) -> "AsyncLLM":
         """Load a model, and return when its engines are ready. The arguments are those of `LLMEngine`, less `parts`.
 
-        `max_requests`: number of requests that may be unfinished at the same time; more are rejected. Raises
+        `max_requests`: number of outputs (`n` of each prompt) that may be unfinished at the same time. Raises
         `ConfigError`, and the errors of building an engine.
         """
         valid("max_requests", max_requests, PositiveInt, ConfigError)
@@ -132,20 +133,23 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         final_only: bool = False,
+        must_fit: bool = False,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[dict[int, RequestOutput], None]:
         """Answer several prompts, of which all or none are admitted; yield the new outputs by index of the prompt.
 
-        `final_only`: yield only finished outputs. Raises as `generate`. With several prompts their ids are the request
-        id with `-0`, `-1` ...
+        `final_only`: yield only finished outputs. `must_fit`: reject a prompt that leaves no room for `max_tokens`.
+        Raises as `generate`. With several prompts their ids are the request id with `-0`, `-1` ...
         """
-        self._check_admissible(len(prompts))
-        self.num_unfinished += len(prompts)
+        params = params or SamplingParams()
+        num_outputs = len(prompts) * params.n
+        self.check_admissible(num_outputs)
+        self.num_unfinished += num_outputs
         try:
-            make = partial(self._requests, list(prompts), params or SamplingParams(), request_id, options)
+            make = partial(self._requests, list(prompts), params, request_id, must_fit, options)
             requests = await self.in_tokenizer_thread(make)
             await self._may_start.wait()
-            self._check_admissible(0)  # the engine may have been lost meanwhile
+            self.check_admissible(0)  # the engine may have been lost meanwhile
             mailbox = self._open(requests, final_only)
             try:
                 while changed := await mailbox.take():
@@ -153,7 +157,7 @@ class AsyncLLM:
             finally:
                 self._abort(list(mailbox.unfinished))
         finally:
-            self.num_unfinished -= len(prompts)
+            self.num_unfinished -= num_outputs
 
     async def in_tokenizer_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function on the tokenizer thread: on the event loop it would stop all streams for milliseconds."""
@@ -164,8 +168,9 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """Return the totals of all engines, as `LLMEngine.stats`. Raises `EngineClosedError`, or the error with which
         the engines have ended."""
-        stats: Any = await self.call(RouterCore.stats)
-        return stats
+        if self._reading is None or self._reading.done():  # each reading takes a step: callers share it
+            self._reading = asyncio.ensure_future(self.call(RouterCore.stats))
+        return await asyncio.shield(self._reading)
 
     async def pause(self) -> None:
         """Let new requests wait for `resume`; return when those that run have ended."""
@@ -221,22 +226,25 @@ class AsyncLLM:
         if self.end_error is not None:
             raise self.end_error
 
-    def _check_admissible(self, num_requests: int) -> None:
-        """Raise an error unless so many more requests can be admitted now."""
+    def check_admissible(self, num_outputs: int) -> None:
+        """Raise an error unless so many more outputs can be admitted now."""
         self._check_open()
         if not self.is_serving:
             raise EngineUnavailableError("the engine was lost and is being started again: try again in some seconds")
-        if num_requests > self.max_requests:
-            raise InvalidRequestError(
-                f"{num_requests} prompts in one call are more than max_requests={self.max_requests}"
-            )
-        if self.num_unfinished + num_requests > self.max_requests:
+        if num_outputs > self.max_requests:
+            raise InvalidRequestError(f"{num_outputs} outputs of one call exceed max_requests={self.max_requests}")
+        if self.num_unfinished + num_outputs > self.max_requests:
             raise ServerBusyError(
-                f"{self.num_unfinished} requests are unfinished, and max_requests is {self.max_requests}: try later"
+                f"{self.num_unfinished} outputs are unfinished, and max_requests is {self.max_requests}: try later"
             )
 
     def _requests(
-        self, prompts: list[Prompt], params: SamplingParams, request_id: str | None, options: RequestOptions
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        request_id: str | None,
+        must_fit: bool,
+        options: RequestOptions,
     ) -> list[Request]:
         """Tokenize and check prompts, and return their requests. Runs on the tokenizer thread."""
         for name in options:
@@ -256,6 +264,11 @@ class AsyncLLM:
                     own, prompt, params, number=number, arrival_time=time.monotonic(), **options
                 )
             )
+            num_tokens, longest = len(requests[-1].prompt_token_ids), self.input_processor.max_model_len
+            if must_fit and num_tokens + params.max_tokens > longest:
+                raise PromptTooLongError(
+                    f"{num_tokens} prompt tokens and max_tokens={params.max_tokens} exceed max_model_len={longest}"
+                )
         return requests
 
     def _open(self, requests: list[Request], final_only: bool) -> Mailbox:
@@ -274,7 +287,7 @@ class AsyncLLM:
                     for request in requests:
                         core.add_request(request)
                         added.append(request.request_id)
-            except EngineError as error:  # an id of another request's child, for example
+            except Exception as error:  # an id of another request's child, for example
                 for request_id in added:
                     core.abort_request(request_id)
                 self._thread.post(self._fail, mailbox, error)
@@ -283,11 +296,9 @@ class AsyncLLM:
         return mailbox
 
     def _abort(self, request_ids: list[str]) -> None:
-        """Abort requests whose outputs nobody reads any more. Does not wait for it."""
+        """Abort requests whose outputs nobody reads any more. Does not wait for it: an id is in use until the end."""
         if not request_ids:
             return
-        for request_id in request_ids:
-            self._mailboxes.pop(request_id, None)
 
         def abort(core: RouterCore) -> None:
             with core.changing():
@@ -297,7 +308,7 @@ class AsyncLLM:
         self._thread.submit(abort)
 
     def _deliver(self, outputs: dict[str, RequestOutput]) -> None:
-        """Put the newest outputs into the mailboxes of their callers. Outputs of aborted requests are dropped."""
+        """Put the newest outputs into the mailboxes of their callers, some of which nobody reads any more."""
         for request_id, output in outputs.items():
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:

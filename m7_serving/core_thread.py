@@ -107,7 +107,7 @@ class CoreThread(threading.Thread):
         with suppress(Empty):
             is_idle = not core.has_unfinished_requests()
             self._calls.get(block=is_idle, timeout=IDLE_S)(core)
-            while True:  # and all others that have come
+            for _ in range(self._calls.qsize()):  # and all others that are there: those that come now wait for a step
                 self._calls.get_nowait()(core)
         with core.changing():
             if core.has_unfinished_requests():
@@ -124,7 +124,8 @@ class CoreThread(threading.Thread):
         if not self.is_serving:
             waiting = [req.rid for req in router.waiting if req.to_finish is None]
             router.finish_requests(waiting, FinishError(EngineLostError("the engine was lost")))
-            if not all(map(router.links.coming, router.config.engines)):
+            is_started_here = router.config.address is None
+            if is_started_here and not all(map(router.links.coming, router.config.engines)):
                 raise EngineLostError("the engines are lost, and none will be started again")
 
     def _keep(self, outputs: dict[str, RequestOutput]) -> None:

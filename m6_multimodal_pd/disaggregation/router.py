@@ -110,7 +110,7 @@ class Router:
 
     def add_request(self, request: Req) -> None:
         """Queue a request; the next update routes it."""
-        self.tracer.emit(RequestAdded.of, request, len(self.waiting))
+        self.tracer.emit(lambda: RequestAdded.of(request, len(self.waiting)))  # counted for a reader alone
         if request.multimodal_inputs is not None:
             request.multimodal_inputs.trace_arrival(request.rid, self.tracer)
         self.requests[request.rid] = request

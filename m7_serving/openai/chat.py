@@ -61,6 +61,7 @@ async def chat_prompt(llm: AsyncLLM, request: ChatCompletionRequest) -> Prompt:
     messages = template_messages(request.messages, llm.input_processor.tokenizer.chat_template)
     if not request.chat_template_kwargs:
         return messages
+    llm.check_admissible(request.n)
     template = llm.input_processor.apply_chat_template
     return await llm.in_tokenizer_thread(template, messages, request.chat_template_kwargs)
 

@@ -15,7 +15,7 @@ from m1_single_request.outputs import CompletionOutput, RequestOutput, TokenLogp
 from m1_single_request.sampling_params import SamplingParams
 from m7_serving.async_llm import AsyncLLM
 from m7_serving.errors import EngineUnavailableError
-from m7_serving.openai.params import options
+from m7_serving.openai.params import must_fit, options
 from m7_serving.openai.requests import GenerationRequest, StreamOptions
 from m7_serving.openai.usage import Watch, usage
 
@@ -42,7 +42,12 @@ class Generation:
         Raises as `AsyncLLM.generate_batch`, and the error of a request that failed or was aborted by the server.
         """
         batches = self.llm.generate_batch(
-            self.prompts, self.params, request_id=self.head["id"], final_only=final_only, **options(self.request)
+            self.prompts,
+            self.params,
+            request_id=self.head["id"],
+            final_only=final_only,
+            must_fit=must_fit(self.request),
+            **options(self.request),
         )
         async with aclosing(batches):
             with self.watch(len(self.prompts)) as observe:

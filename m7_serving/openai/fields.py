@@ -54,14 +54,14 @@ CHAT: Absent = {
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "reasoning_effort": (),
+    "reasoning_effort": ("medium",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 COMPLETION: Absent = {**COMMON, "add_special_tokens": (True,), "suffix": ()}
-STREAM_OPTIONS: Absent = {"include_obfuscation": (False,)}
+STREAM_OPTIONS: Absent = {"include_obfuscation": (False, True)}
 MESSAGE: Absent = {"annotations": ([],), "audio": (), "function_call": (), "refusal": (), "tool_calls": ([],)}
 """Of a message, also of an answer that a client sends back."""
 MESSAGE_NO_EFFECT = frozenset({"tool_call_id"})

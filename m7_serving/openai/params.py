@@ -44,6 +44,11 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
     return _params(request, request.max_tokens or 1, logprobs, request.logprobs if request.echo else None)
 
 
+def must_fit(request: GenerationRequest) -> bool:
+    """Return whether the client has named a number of tokens, for which there must be room."""
+    return not request.model_fields_set.isdisjoint(("max_tokens", "max_completion_tokens"))
+
+
 def options(request: GenerationRequest) -> RequestOptions:
     """Return the options of a request besides its parameters."""
     return {"priority": request.priority, "cache_salt": request.cache_salt, "speculate": request.speculate}

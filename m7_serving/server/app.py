@@ -126,7 +126,7 @@ def state_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
 
     @router.get("/health", response_model=None)
     async def health() -> dict[str, str]:
-        """Return 200 while the engines serve, also if no more requests are accepted at present; else 503."""
+        """Return 200 while the engines serve, also while `max_requests` are unfinished; else 503."""
         if app.state.is_draining or not llm.is_serving:
             raise EngineUnavailableError("the server does not answer requests now")
         return {}
@@ -144,7 +144,7 @@ def state_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
     @router.get("/status/events")
     async def stream_status() -> Response:
         """Return the events of that page."""
-        return StreamedResponse(status.updates(llm), timeout_s)
+        return StreamedResponse(status.updates(llm, lambda: app.state.is_draining), timeout_s)
 
     @router.get("/version", response_model=None)
     async def read_version() -> dict[str, str]:

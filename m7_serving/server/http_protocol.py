@@ -75,12 +75,26 @@ class HttpProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Begin to wait for a client that reads slower than its answer is made."""
         super().pause_writing()
-        self._start_timer("write", self.limits.write_timeout_s, self.transport.abort)
+        self._watch_writing()
 
     def resume_writing(self) -> None:
         """Go on with the answer."""
         super().resume_writing()
         self._stop_timer("write")
+
+    def _watch_writing(self) -> None:
+        """Abort the connection unless the buffer is smaller after the timeout; uvicorn goes on when it is nearly
+        empty."""
+        size = self.transport.get_write_buffer_size()
+
+        def check() -> None:
+            del self._timers["write"]
+            if self.transport.get_write_buffer_size() < size:
+                self._watch_writing()
+            else:
+                self.transport.abort()
+
+        self._start_timer("write", self.limits.write_timeout_s, check)
 
     @property
     def _is_answering(self) -> bool:

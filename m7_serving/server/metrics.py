@@ -69,7 +69,7 @@ class Metrics:
         self._num_running.set(stats.num_running)
         self._num_waiting.set(stats.num_waiting)
         self._num_used_tokens.set(used)
-        self._token_usage.set(used / stats.max_total_tokens)
+        self._token_usage.set(used / (stats.max_total_tokens or 1))  # 0: no engine is there
         self._hit_rate.set(stats.hit_rate)
         self._accept_length.set(stats.accept_length)
         self._num_retracted.set(stats.num_retractions)

@@ -113,6 +113,7 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
         mask = os.umask(0o177)
         try:
             sock.bind(str(path))
+            sock.listen()  # now, so that no other server takes it for one that was left
         except OSError as error:
             raise OSError(f"cannot listen at {path}: {error.strerror or error}") from None
         finally:

@@ -151,12 +151,13 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
 
 
 async def _drain(app: FastAPI, llm: AsyncLLM, server: Server, config: ServerConfig, signals: list[int]) -> None:
-    """Reject new requests, and wait for the running ones: until the timeout, the second signal or the engine's end."""
+    """Reject new requests, and wait for the running ones and until their clients have read the answers: until the
+    timeout, the second signal or the engine's end."""
     app.state.is_draining = True
     for connection in list(server.server_state.connections):
         connection.shutdown()
-    is_done = lambda: llm.num_unfinished == 0 or len(signals) > 1 or llm.end_error is not None  # noqa: E731
-    await _until(is_done, config.shutdown_timeout_s)
+    is_done: Callable[[], bool] = lambda: not (llm.num_unfinished or server.server_state.connections)  # noqa: E731
+    await _until(lambda: is_done() or len(signals) > 1 or llm.end_error is not None, config.shutdown_timeout_s)
 
 
 async def _close(server: Server) -> None:

@@ -8,7 +8,7 @@ this to Grafana.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -51,12 +51,12 @@ class StatusReader(TraceReader):
         return [self._events.popleft() for _ in range(len(self._events))]
 
 
-async def updates(llm: AsyncLLM) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the totals of the engines, and the events since the last time, until the generator is closed."""
+async def updates(llm: AsyncLLM, is_draining: Callable[[], bool]) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the totals of the engines, and the events since the last time, until the server shuts down."""
     reader = StatusReader()
-    await llm.call(lambda core: core.tracer.attach(reader))
     try:
-        while True:
+        await llm.call(lambda core: core.tracer.attach(reader))
+        while not is_draining():
             stats = await llm.stats()
             rates = {"hit_rate": stats.hit_rate, "accept_length": stats.accept_length}
             yield {"time": time.perf_counter(), "stats": asdict(stats) | rates, "events": reader.take()}

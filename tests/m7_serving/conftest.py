@@ -21,7 +21,7 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module")
 def llm(runner: asyncio.Runner) -> Iterator[AsyncLLM]:
     """The model that ships, in this process; a test leaves it without requests."""
-    made = runner.run(AsyncLLM.start(max_requests=64, disaggregation_config=IN_PROCESS))
+    made = runner.run(AsyncLLM.start(max_requests=200, disaggregation_config=IN_PROCESS))
     yield made
     runner.run(made.close())
 

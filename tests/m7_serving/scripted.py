@@ -129,6 +129,9 @@ class ScriptedLLM:
         finally:
             self.is_closed = True
 
+    def check_admissible(self, num_outputs: int) -> None:
+        """Admit all."""
+
     async def in_tokenizer_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function at once."""
         self.threaded.append(function.__name__)

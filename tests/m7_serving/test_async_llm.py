@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from m7_serving import (
     EngineClosedError,
     InvalidPromptError,
     InvalidRequestError,
+    PromptTooLongError,
     RequestOutput,
     SamplingParams,
     ServerBusyError,
@@ -155,11 +157,11 @@ def test_prompts_of_one_call_are_admitted_together_or_not_at_all(runner: asyncio
 
 def test_more_requests_than_may_be_are_rejected_and_the_others_go_on(runner: asyncio.Runner, llm: AsyncLLM) -> None:
     async def ask() -> None:
-        with pytest.raises(InvalidRequestError, match="max_requests=64"):
-            await anext(llm.generate_batch(["a"] * 65))
-        running = [asyncio.create_task(read(llm, "a", LONG)) for _ in range(64)]
+        with pytest.raises(InvalidRequestError, match="max_requests=200"):
+            await anext(llm.generate_batch(["a"] * 67, SamplingParams(n=3)))
+        running = [asyncio.create_task(read(llm, "a", replace(LONG, n=2))) for _ in range(100)]
         await asyncio.sleep(0)
-        with pytest.raises(ServerBusyError, match="64 requests are unfinished"):
+        with pytest.raises(ServerBusyError, match="200 outputs are unfinished"):
             await read(llm, "b")
         for task in running:
             task.cancel()
@@ -180,9 +182,45 @@ def test_an_id_in_use_is_rejected_and_its_request_goes_on(runner: asyncio.Runner
                     await read(llm, "b", request_id=taken)
             *_, last = [output async for output in outputs]
         assert [len(each.token_ids) for each in last.outputs] == [60, 60]
+        async with aclosing(llm.generate("a", LONG, request_id="y")) as outputs:
+            await anext(outputs)
+        with pytest.raises(DuplicateRequestError, match="is in use"):
+            await read(llm, "b", request_id="y")  # its abort has not been executed
+        assert await is_idle(llm)
+        assert (await read(llm, "b", SamplingParams(max_tokens=2), request_id="y"))[-1].finished
 
     runner.run(ask())
     assert runner.run(is_idle(llm))
+
+
+def test_readers_of_the_totals_do_not_stop_the_streams(runner: asyncio.Runner, llm: AsyncLLM) -> None:
+    """Each reading waits for an answer of the engine: between two of them there is a step."""
+
+    async def ask() -> int:
+        is_done = asyncio.Event()
+
+        async def poll() -> None:
+            while not is_done.is_set():
+                await llm.stats()
+
+        pollers = [asyncio.create_task(poll()) for _ in range(8)]
+        outputs = await read(llm, "a", replace(LONG, max_tokens=100))
+        is_done.set()
+        await asyncio.gather(*pollers)
+        return len(outputs)
+
+    assert runner.run(ask()) > 20
+
+
+def test_a_limit_that_the_caller_has_named_must_fit(runner: asyncio.Runner, llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        longest = llm.input_processor.max_model_len
+        async for changed in llm.generate_batch([[5] * (longest - 8)], SamplingParams(max_tokens=8), must_fit=True):
+            assert changed
+        with pytest.raises(PromptTooLongError, match="max_tokens=9 exceed"):
+            await anext(llm.generate_batch([[5] * (longest - 8)], SamplingParams(max_tokens=9), must_fit=True))
+
+    runner.run(ask())
 
 
 def test_messages_may_be_prompts(runner: asyncio.Runner, llm: AsyncLLM) -> None:

@@ -31,7 +31,7 @@ async def answer(llm: AsyncLLM, **fields: Any) -> None:
 def test_the_page_gets_the_requests_and_the_totals_and_no_text(runner: asyncio.Runner, llm: AsyncLLM) -> None:
     async def act() -> list[dict[str, Any]]:
         found = []
-        async with aclosing(updates(llm)) as stream:
+        async with aclosing(updates(llm, lambda: False)) as stream:
             await anext(stream)
             await answer(llm, request_id="seen")
             found = [await anext(stream), await anext(stream)]
@@ -55,7 +55,7 @@ def test_without_a_viewer_nothing_is_traced(runner: asyncio.Runner, llm: AsyncLL
 
     async def act() -> list[int]:
         found = [await readers()]
-        async with aclosing(updates(llm)) as stream:
+        async with aclosing(updates(llm, lambda: False)) as stream:
             await anext(stream)
             found.append(await readers())
         return [*found, await readers()]
