@@ -1,0 +1,29 @@
+"""`python -m benchmarks m7`: a quick run with all tokens, and a run that has lost some."""
+
+import json
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.m7 import is_fine
+from benchmarks.m7.measures import gaps_of
+
+
+@pytest.mark.exhaustive
+def test_a_quick_run_has_all_tokens_and_the_work_of_every_process(tmp_path, capsys):
+    assert main(["m7", "--quick", "--only", "embedded", "--rounds", "1", "--output", str(tmp_path)]) == 0
+    part = json.loads((tmp_path / "quick" / "m7_serving.json").read_text("utf-8"))["parts"]["embedded"]
+    assert part["complete"] and set(part["seconds"]) == {"engine", "raw", "openai"}
+    assert set(part["cpu"]["raw"]) == set(part["cpu"]["openai"]) == {"client", "front", "engine"}
+    assert all(gap > 0 for gaps in part["gaps"].values() for gap in gaps)
+    shown = capsys.readouterr().out
+    assert "[start:serving_embedded]" in shown and "[start:serving_random]" not in shown
+
+
+def test_a_token_that_is_lost_is_an_exit_status():
+    assert is_fine({"embedded": {"complete": True}})
+    assert not is_fine({"embedded": {"complete": True}, "random_0_6b": {"complete": False}})
+
+
+def test_gaps_are_those_within_a_stream():
+    assert gaps_of({"times": [[1.0, 1.5, 3.5], [10.0], [20.0, 21.0]]}) == [0.5, 2.0, 1.0]
