@@ -9,10 +9,12 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import AutoConfig
 
 from m1_single_request import demo as m1
 from m1_single_request.config import TraceConfig
@@ -76,11 +78,22 @@ def run(args: argparse.Namespace, console: Console) -> None:
             raise SystemExit(1)
 
 
+def reads_images(model: str | Path | None) -> bool:
+    """Return whether a model takes images; the included one (None) does. False if it cannot be loaded."""
+    if model is None:
+        return True
+    try:
+        return hasattr(AutoConfig.from_pretrained(model), "vision_config")
+    except (OSError, ValueError):  # which building the engine reports
+        return False
+
+
 def configs_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the configurations of the engines, as keywords of `AsyncLLM.start`. Sets the number of threads of this
     process, which its engines take over: 1 for the included model, whose operations are too small to share."""
     configs: dict[str, Any] = {f"{name}_config": config_of(args, each) for name, each in CLASSES.items()}
-    media: dict[str, Any] = {"num_media_processes": 1}  # on the tokenizer thread a large image would delay all prompts
+    # on the tokenizer thread a large image would delay all prompts
+    media: dict[str, Any] = {"num_media_processes": 1 if reads_images(configs["model_config"].model) else 0}
     if hosts := config_of(args, ServerConfig).allowed_media_hosts:
         media |= {"allowed_url_schemes": ("http", "https"), "allowed_url_hosts": hosts}
     configs["multimodal_config"] = config_of(args, MultimodalConfig, **media)
