@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +125,21 @@ def test_the_throughput_is_that_since_the_last_reading(monkeypatch: pytest.Monke
         return float(line.split()[1])
 
     assert [throughput(100), throughput(120), throughput(130)] == [50, 50, 15]
+
+
+@asynchronous
+async def test_the_dashboard_shows_metrics_that_there_are() -> None:
+    """And all of them: none is measured for nobody."""
+    dashboard = json.loads((Path(__file__).parents[2] / "examples" / "grafana.json").read_text("utf-8"))
+    expressions = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    async with running() as server:
+        page = (await server.get("/metrics")).text
+    kinds = dict(re.findall(r"^# TYPE sglang:(\w+) (counter|gauge|histogram)$", page, re.M))
+    names = {
+        f"{name}_bucket" if kind == "histogram" else name
+        for name, kind in kinds.items()
+        if not name.endswith("_created")
+    }
+    shown = set(re.findall(r"sglang:(\w+)", expressions))
+    assert shown <= names
+    assert names - shown == {"num_used_tokens", "gen_throughput"}, "the same as token_usage and the tokens"
