@@ -105,5 +105,17 @@ READING = {
         ("overlap/native_thread.py", "the device of a CPU"),
         ("overlap/events.py", "launched, arrived, and why steps do not overlap"),
     ),
+    "m7_serving": (
+        ("server/http_protocol.py", "connections, and clients that are too slow"),
+        ("server/limits.py", "bodies that are checked while they are received"),
+        ("server/app.py", "the routes, from a checked body to a generator"),
+        ("server/sse.py", "answers that end with their client"),
+        ("openai/chat.py", "a conversation, whole or in chunks"),
+        ("openai/deltas.py", "chunks and whole answers from the same outputs"),
+        ("async_llm.py", "admission, the tokenizer thread, the abort"),
+        ("mailbox.py", "one place for the newest output"),
+        ("core_thread.py", "the router's steps, and the two ways to the event loop"),
+        ("server/run.py", "start, signals, drain, end"),
+    ),
 }
 """By lesson or part of a lesson: path in the package, and what the file shows."""

@@ -1,6 +1,7 @@
 """What lessons show beside their exercises is true: traced requests, the recorded day, the effects of planted bugs."""
 
 import ast
+import asyncio
 import re
 from typing import Any
 
@@ -24,12 +25,14 @@ from m6_multimodal_pd import SamplingParams
 from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.errors import TransferError
 from m6_multimodal_pd.graph_runner import StepInputs
-from notebooks import checks_m6, checks_m6_overlap, checks_m6_pd
+from m7_serving.mailbox import Mailbox
+from notebooks import checks_m6, checks_m6_overlap, checks_m6_pd, checks_m7
 from notebooks.checks import listing
 from notebooks.checks_m4 import HOUR, recorded_hour, replay
+from notebooks.journey import Backend
 from notebooks.shapes import Shape, picture
-from tests.notebooks.exercises import M2, M3, M4, M5, M6, M6_OVERLAP, M6_PD, Exercises
-from tests.notebooks.lessons import source
+from tests.notebooks.exercises import M2, M3, M4, M5, M6, M6_OVERLAP, M6_PD, M7, Exercises
+from tests.notebooks.lessons import NOTEBOOKS, source
 from tests.notebooks.wrong_m6_pd import Keeps
 
 # --- listings and traces ----------------------------------------------------------------------------------------------
@@ -204,3 +207,45 @@ def test_the_labs_ring_is_overrun_by_pieces_of_a_prompt_only_if_there_are_many()
     assert [scope["try_futures"](scope["Ring"], pieces) for pieces in (1, 5, 6)] == [1000, 1000, 2005]
     rows = M6_OVERLAP.lesson.folded_solutions()["Ring"]
     assert [scope["try_futures"](rows, pieces) for pieces in (1, 5, 6, 99)] == [1000] * 4
+
+
+# --- a server ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_ratios_on_the_page_are_those_of_the_stored_output() -> None:
+    outputs = [output for cell in M7.lesson.cells("code") for output in cell["outputs"]]
+    printed = "".join(line for output in outputs for line in output.get("text", []))
+    (ratio,) = re.findall(r"steps in the event loop is (\d+) times", printed)
+    ((on_thread, apart),) = re.findall(r"an engine on a thread (\d+%) of its tokens, one in a process (\d+%)", printed)
+    page = " ".join((NOTEBOOKS.parent / "docs" / "m7_serving.md").read_text(encoding="utf-8").split())
+    assert f"**{ratio} times** that with an engine in a process" in page
+    assert f"**{on_thread}** of the tokens" in page and f"an engine in a process **{apart}**" in page
+
+
+@pytest.mark.parametrize(("is_repaired", "least", "most"), [(False, 120, 120), (True, 4, 60)])
+def test_the_labs_front_leaves_zombies_to_a_real_engine(is_repaired: bool, least: int, most: int) -> None:
+    front_class: Any = M7.lesson.defined("Front", {"Mailbox": Mailbox})
+    if is_repaired:
+        front_class = M7.lesson.folded_solutions()["Front"]
+
+    async def tokens_for_readers_that_leave() -> int:
+        backend = await Backend.start(max_num_seqs=4)
+        front = front_class(backend)
+        backend.deliver = front.deliver
+        for rid in "ab":
+            outputs = front.stream(rid, "red", SamplingParams(max_tokens=60, ignore_eos=True))
+            await anext(outputs)
+            await outputs.aclose()
+        while (stats := await backend.stats()).num_running:
+            await asyncio.sleep(0.005)
+        await backend.close()
+        return stats.num_output_tokens
+
+    assert least <= asyncio.run(tokens_for_readers_that_leave()) <= most
+
+
+def test_the_labs_chunks_are_right_for_tokens_that_are_whole_characters() -> None:
+    chunks_class: Any = M7.lesson.defined("Chunks", {})
+    for text, is_right in (("The KV cache has keys.", True), ("Grüße", False)):
+        chunks, outputs = chunks_class(checks_m7.tokenizer()), checks_m7.outputs_of_text(text)
+        assert ("".join(map(chunks.next, outputs)) == outputs[-1].text) is is_right
