@@ -109,7 +109,7 @@ READING = {
         ("server/http_protocol.py", "connections, and clients that are too slow"),
         ("server/limits.py", "bodies that are checked while they are received"),
         ("server/app.py", "the routes, from a checked body to a generator"),
-        ("server/sse.py", "answers that end with their client"),
+        ("server/responses.py", "answers that end with their client"),
         ("openai/chat.py", "a conversation, whole or in chunks"),
         ("openai/deltas.py", "chunks and whole answers from the same outputs"),
         ("async_llm.py", "admission, the tokenizer thread, the abort"),

@@ -352,7 +352,7 @@ def grade_quantile(quantile: Callable[[float, Buckets], float | None]) -> str:
     for q, buckets, wanted, hint in cases:
         got = quantile(q, list(buckets))
         is_number = isinstance(got, int | float)
-        if is_number != (wanted is not None) or (is_number and not math.isclose(got, wanted or 0.0, rel_tol=1e-9)):
+        if is_number != (wanted is not None) or (got and not math.isclose(got, wanted or 0.0, rel_tol=1e-9)):
             shown = ", ".join(f"{count} up to {bound:g}" for bound, count in buckets)
             more = f" {hint}" if hint else ""
             value = "None" if wanted is None else f"{wanted:.4g}"

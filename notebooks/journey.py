@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from m1_single_request.config import assemble_config
+from m1_single_request.outputs import RequestOutput
+from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.tracer import TraceReader, TraceRecord
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
 from m6_multimodal_pd.input_processor import InputProcessor
-from m7_serving import AsyncLLM, DisaggregationConfig, RequestOutput, SamplingParams, SchedulerConfig
+from m7_serving import AsyncLLM, DisaggregationConfig, SchedulerConfig
 from m7_serving.config import ServerConfig
 from m7_serving.core_thread import CoreThread, finish
 from m7_serving.mailbox import Mailbox
@@ -190,6 +192,7 @@ class Backend:
     """The model that ships, on a core thread: `add` and `abort`. It calls `deliver` with the outputs of each step."""
 
     deliver: Callable[[dict[str, RequestOutput]], None]
+    _thread: CoreThread
 
     @classmethod
     async def start(cls, *, max_num_seqs: int) -> "Backend":

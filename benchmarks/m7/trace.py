@@ -8,7 +8,8 @@ import asyncio
 import textwrap
 
 from benchmarks.texts import message
-from m7_serving import AsyncLLM, TraceConfig
+from m6_multimodal_pd import TraceConfig
+from m7_serving import AsyncLLM
 from notebooks.journey import IN_PROCESS, Journey, serving
 
 REQUEST = {"messages": [message("What is prefill?")], "max_tokens": 1, "stream": True}

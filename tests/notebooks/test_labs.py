@@ -222,7 +222,7 @@ def test_the_ratios_on_the_page_are_those_of_the_stored_output() -> None:
     assert f"**{on_thread}** of the tokens" in page and f"an engine in a process **{apart}**" in page
 
 
-@pytest.mark.parametrize(("is_repaired", "least", "most"), [(False, 120, 120), (True, 4, 60)])
+@pytest.mark.parametrize(("is_repaired", "least", "most"), [(False, 120, 120), (True, 2, 60)])
 def test_the_labs_front_leaves_zombies_to_a_real_engine(is_repaired: bool, least: int, most: int) -> None:
     front_class: Any = M7.lesson.defined("Front", {"Mailbox": Mailbox})
     if is_repaired:
