@@ -17,9 +17,9 @@ from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from m1_single_request.request import Request, Sequence as RequestSequence
+from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.stop_checker import StopChecker
 from m6_multimodal_pd.config import DEFAULT_MODEL
-from m7_serving import SamplingParams
 
 try:  # in the checkout, for the tests
     from notebooks.checks import Mismatch, check, grader, short, show_source
@@ -352,7 +352,9 @@ def grade_quantile(quantile: Callable[[float, Buckets], float | None]) -> str:
     for q, buckets, wanted, hint in cases:
         got = quantile(q, list(buckets))
         is_number = isinstance(got, int | float)
-        if is_number != (wanted is not None) or (got and not math.isclose(got, wanted or 0.0, rel_tol=1e-9)):
+        if is_number != (wanted is not None) or (
+            wanted is not None and not math.isclose(got or 0.0, wanted, rel_tol=1e-9)
+        ):
             shown = ", ".join(f"{count} up to {bound:g}" for bound, count in buckets)
             more = f" {hint}" if hint else ""
             value = "None" if wanted is None else f"{wanted:.4g}"

@@ -155,4 +155,5 @@ WRONG["m7.quantile"] = [
     (changed("lower, below = 0.0, 0", "lower, below = buckets[0][0], 0"), "The first bucket begins at 0"),
     (changed("return lower + (bound - lower) * (rank - below) / (count - below)", "return bound"), "lower half"),
     (lambda q, buckets: None, "yours None"),
+    (lambda q, buckets: 0.0, "yours 0.0"),
 ]
