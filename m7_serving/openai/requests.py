@@ -88,19 +88,25 @@ def _without_reserved(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+# What the functions above accept, for /openapi.json.
+NotEmpty = Field(min_length=1)
+Text = Annotated[str, NotEmpty]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], NotEmpty]
+Prompt = Text | Ids | Annotated[list[Text], NotEmpty] | Annotated[list[Ids], NotEmpty]
+Stop = Text | Annotated[list[Text], Field(max_length=MAX_STOPS)]
 # Of a union, one member is chosen by a tag, so that an error concerns this one only.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True), Tag("[texts]")]
 IdLists = Annotated[list[TokenIds], Field(fail_fast=True), Tag("[ids]")]
 Prompts = Annotated[
     Annotated[Texts | IdLists, Discriminator(_kind_of_prompts)],
-    BeforeValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    BeforeValidator(_as_prompts, json_schema_input_type=Prompt),
     AfterValidator(_without_empty),
 ]
 Stops = Annotated[
     list[str],
     Field(fail_fast=True, max_length=MAX_STOPS),
-    BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
+    BeforeValidator(_as_list, json_schema_input_type=Stop),
 ]
 Biases = Annotated[dict[int, float], BeforeValidator(_by_token_id, json_schema_input_type=dict[str, float])]
 TemplateOptions = Annotated[dict[str, Any], AfterValidator(_without_reserved)]

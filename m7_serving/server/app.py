@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from m1_single_request.errors import shown
 from m6_multimodal_pd.config import DEFAULT_MODEL
@@ -22,6 +22,7 @@ from m7_serving.config import ServerConfig
 from m7_serving.errors import EngineUnavailableError, ServerBusyError
 from m7_serving.openai import chat, completions, tokens
 from m7_serving.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from m7_serving.openai.responses import ChatCompletion, Completion, Model, Models, Text, Tokens
 from m7_serving.server import status
 from m7_serving.server.auth import RequireKey
 from m7_serving.server.error_shape import HANDLERS, failure
@@ -33,6 +34,7 @@ Maker = Callable[..., Any]
 ERROR_FIELDS = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
 ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "object", "properties": ERROR_FIELDS}}}
 ERROR_RESPONSE = {"description": "Error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}
+OR_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {StreamingAnswer.media_type: {}}}}
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
@@ -80,22 +82,22 @@ def model_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
             return unknown_model(request.model)
         return WholeResponse(convert(llm, request), timeout_s)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=OR_STREAM)
     async def create_chat_completion(request: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
         return generated(chat.answer, chat.chunks, request)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", response_model=Completion, responses=OR_STREAM)
     async def create_completion(request: CompletionRequest) -> Response:
         """Continue prompts."""
         return generated(completions.answer, completions.chunks, request)
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", response_model=Tokens)
     async def tokenize(request: TokenizeRequest) -> Response:
         """Return the tokens of a text or a conversation."""
         return converted(tokens.tokenize, request)
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", response_model=Text)
     async def detokenize(request: DetokenizeRequest) -> Response:
         """Return the text of tokens."""
         return converted(tokens.detokenize, request)
@@ -114,12 +116,12 @@ def state_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
         "max_model_len": llm.input_processor.max_model_len,
     }
 
-    @router.get("/v1/models", response_model=None)
+    @router.get("/v1/models", response_model=Models)
     async def list_models() -> dict[str, Any]:
         """Return the served models."""
         return {"object": "list", "data": [model]}
 
-    @router.get("/v1/models/{model_id:path}", response_model=None)
+    @router.get("/v1/models/{model_id:path}", response_model=Model)
     async def retrieve_model(model_id: str) -> Response | dict[str, Any]:
         """Return a served model."""
         return model if model_id == name else unknown_model(model_id)
@@ -131,17 +133,17 @@ def state_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
             raise EngineUnavailableError("the server does not answer requests now")
         return {}
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         """Return the metrics for Prometheus."""
         return Response(metrics.page(await llm.stats()), media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/status")
+    @router.get("/status", response_class=HTMLResponse)
     async def show_status() -> Response:
         """Return a page that shows the server at work."""
         return HTMLResponse(status.PAGE)
 
-    @router.get("/status/events")
+    @router.get("/status/events", include_in_schema=False)
     async def stream_status() -> Response:
         """Return the events of that page."""
         return StreamedResponse(status.updates(llm, lambda: app.state.is_draining), timeout_s)
