@@ -1,10 +1,10 @@
 """Replicas of `AsyncLLM` on Ray Serve, with and without prefix-aware routing: `python examples/ray_serve.py`.
 
 A conversation sends all of its turns again. The replica that answered the last turn has their KV in its cache; another
-one computes it again. The routing is Ray Serve's: `PrefixRouter` is a `RequestRouter`, its class for a policy, and its
-default is the less busy one of two random replicas. (Its `PrefixCacheAffinityRouter` needs vLLM or SGLang.) A replica
-has its engine in its own process: as processes of their own, engines took 8 to 15 s to start instead of 5 to 6 s on 2
-cores. Needs `pip install "stepwise-llm[serve,foreign]"`. SGLang: `cache_aware` of its router; vLLM: production-stack.
+one computes it again. The routing is Ray Serve's: `PrefixRouter` is a `RequestRouter`, its class for a policy; its own
+default is the less busy one of two random replicas. Engines run `in_process`: as processes they start half as fast on
+two cores. Needs `pip install "stepwise-llm[serve,foreign]"`. SGLang: `cache_aware` of its router; vLLM: the router of
+production-stack. Ray's `PrefixCacheAffinityRouter` is the same idea, but cannot be imported without vLLM or SGLang.
 """
 
 import asyncio
@@ -45,10 +45,11 @@ class PrefixRouter(RequestRouter):
         """Return the replicas, the best one first. Serve takes the first one that is not full."""
         known = prefix_hashes(pending_request.args[0]) if pending_request else []
         owner = next((self._owners[each] for each in reversed(known) if each in self._owners), None)
-        ids = {replica.replica_id: replica for replica in candidate_replicas}
-        ranked = sorted(ids, key=lambda each: (each != owner, self._num_chosen[each]))
-        self._num_chosen.update(ranked[:1])
-        return [[ids[each]] for each in ranked]
+        ranked = sorted(
+            candidate_replicas, key=lambda each: (each.replica_id != owner, self._num_chosen[each.replica_id])
+        )
+        self._num_chosen.update(each.replica_id for each in ranked[:1])
+        return [[each] for each in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Note the replica for all beginnings of the conversation; called by Serve."""
