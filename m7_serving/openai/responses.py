@@ -12,10 +12,14 @@ ChoiceT = TypeVar("ChoiceT")
 
 
 class PromptTokensDetails(TypedDict):
+    """Prompt tokens by their origin."""
+
     cached_tokens: int
 
 
 class Usage(TypedDict):
+    """Token counts of an answer."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -23,6 +27,8 @@ class Usage(TypedDict):
 
 
 class Answer(TypedDict, Generic[ChoiceT]):
+    """Body of an answer, with choices of one kind."""
+
     id: str
     object: Literal["chat.completion", "text_completion"]
     created: int
@@ -32,38 +38,52 @@ class Answer(TypedDict, Generic[ChoiceT]):
 
 
 class Choice(TypedDict):
+    """Fields that the choices of both endpoints have."""
+
     index: int
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
 
 
 class Token(TypedDict):
+    """A token and its log-probability."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class ChosenToken(Token):
+    """A token of the text, and the most likely ones in its place."""
+
     top_logprobs: list[Token]
 
 
 class ChatLogprobs(TypedDict):
+    """Log-probabilities of a message."""
+
     content: list[ChosenToken]
     refusal: None
 
 
 class ChatMessage(TypedDict):
+    """Text of an answer."""
+
     role: Literal["assistant"]
     content: str
     refusal: None
 
 
 class ChatChoice(Choice):
+    """Choice of `/v1/chat/completions`."""
+
     message: ChatMessage
     logprobs: ChatLogprobs | None
 
 
 class CompletionLogprobs(TypedDict):
+    """Log-probabilities of a text: four lists with an entry for each token."""
+
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
@@ -71,11 +91,15 @@ class CompletionLogprobs(TypedDict):
 
 
 class CompletionChoice(Choice):
+    """Choice of `/v1/completions`."""
+
     text: str
     logprobs: CompletionLogprobs | None
 
 
 class Tokens(TypedDict):
+    """Answer of `/tokenize`."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -83,10 +107,14 @@ class Tokens(TypedDict):
 
 
 class Text(TypedDict):
+    """Answer of `/detokenize`."""
+
     prompt: str
 
 
 class Model(TypedDict):
+    """A served model."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -95,6 +123,8 @@ class Model(TypedDict):
 
 
 class Models(TypedDict):
+    """Answer of `/v1/models`."""
+
     object: Literal["list"]
     data: list[Model]
 
