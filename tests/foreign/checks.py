@@ -46,12 +46,12 @@ def scores(tools: Environment, folder: Path) -> str:
         options = f"model=tiny-qwen3,base_url={url},tokenizer={CHECKPOINT},num_concurrent=4"
         found, found_sums = evaluate("local-completions", options)
         expected, expected_sums = reference.result()
-    assert found == expected
+    assert found == expected, f"{found} through HTTP, {expected} with transformers"
     assert len(found_sums) == NUM_ROWS
     pairs = [pair for rows in zip(found_sums, expected_sums, strict=True) for pair in zip(*rows, strict=True)]
     assert all(one[1] == other[1] for one, other in pairs), "one of them takes a choice for the greedy answer"
     difference = max(abs(float(one[0]) - float(other[0])) for one, other in pairs)
-    assert difference < SAME_SUM
+    assert difference < SAME_SUM, difference
     return f"both have {found}; log-probabilities of {len(pairs)} choices differ by at most {difference:.0e}"
 
 
@@ -72,11 +72,10 @@ def load(tools: Environment, folder: Path) -> str:
         counted = server.metrics()
     [benchmark] = json.loads(report.read_text())["benchmarks"]
     metrics = benchmark["metrics"]
-    assert metrics["request_totals"] == dict(
-        successful=NUM_LOAD_REQUESTS, errored=0, incomplete=0, total=NUM_LOAD_REQUESTS
-    )
+    totals = metrics["request_totals"]
+    assert totals == dict(successful=NUM_LOAD_REQUESTS, errored=0, incomplete=0, total=NUM_LOAD_REQUESTS), totals
     tokens = metrics["output_token_count"]["successful"]
-    assert tokens["min"] == tokens["max"] == 16
+    assert tokens["min"] == tokens["max"] == 16, tokens
     assert counted["sglang:generation_tokens_total"] >= tokens["total_sum"]  # it tries the server first
     means = {name: metrics[name]["successful"]["mean"] for name in ("time_to_first_token_ms", "inter_token_latency_ms")}
     return f"{NUM_LOAD_REQUESTS} requests, mean " + ", ".join(f"{name} {mean:.1f}" for name, mean in means.items())
@@ -93,7 +92,7 @@ def fuzz(tools: Environment, folder: Path) -> str:
         )
         counts = re.search(r"(\d+) generated, (\d+) passed", output)
         assert counts is not None and counts[1] == counts[2], output
-        assert int(counts[1]) >= NUM_CASES
+        assert int(counts[1]) >= NUM_CASES, counts[1]
         assert server.is_idle()
         answered = server.metrics()["sglang:num_requests_total"]
     assert answered >= NUM_CASES / 10, "nearly all bodies were invalid"

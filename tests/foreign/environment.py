@@ -48,23 +48,25 @@ class Environment:
         """
         mark = uuid.uuid4().hex
         paths = {"HF_HOME": str(cwd / "huggingface"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(
-            [self.folder / "bin" / tool, *arguments],
-            cwd=cwd,
-            env=os.environ | OFFLINE | paths | env | {MARK: mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        log = cwd / f"{tool}-{mark}.log"  # no pipe: its end would wait for processes that are left
+        with log.open("w") as output:
+            ended = subprocess.run(
+                [self.folder / "bin" / tool, *arguments],
+                cwd=cwd,
+                env=os.environ | OFFLINE | paths | env | {MARK: mark},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=LIMIT_S,
+            )
+        text = log.read_text()
         if ended.returncode:
-            raise ToolError(f"{tool}: exit status {ended.returncode}\n{ended.stdout[-8000:]}")
+            raise ToolError(f"{tool}: exit status {ended.returncode}\n{text[-8000:]}")
         deadline = time.monotonic() + LAST_PROCESSES_S
         while left := _processes_with(mark):
             if time.monotonic() > deadline:
                 raise ToolError(f"{tool} has left processes: {left}")
             time.sleep(0.1)
-        return ended.stdout
+        return text
 
 
 def _processes_with(mark: str) -> list[str]:
