@@ -25,8 +25,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from m7_serving import AsyncLLM, DisaggregationConfig, EngineStats, SamplingParams
 
 Messages = list[dict[str, str]]
-BLOCK = 16  # characters
-MOST_BLOCKS = 1_000_000
+BLOCK, MOST_BLOCKS = 16, 1_000_000  # characters of a block; blocks that the router remembers
 TOPICS = ("a KV cache", "paged attention", "continuous batching", "a radix tree", "chunked prefill", "a block table")
 ASKED = ("What is {}?", "Why does an engine need {}?", "What does {} cost?", "Where is {} used?", "Explain {} again.")
 
@@ -45,9 +44,7 @@ class PrefixRouter(RequestRouter):
         """Return the replicas, the best one first. Serve takes the first one that is not full."""
         known = prefix_hashes(pending_request.args[0]) if pending_request else []
         owner = next((self._owners[each] for each in reversed(known) if each in self._owners), None)
-        ranked = sorted(
-            candidate_replicas, key=lambda each: (each.replica_id != owner, self._num_chosen[each.replica_id])
-        )
+        ranked = sorted(candidate_replicas, key=lambda it: (it.replica_id != owner, self._num_chosen[it.replica_id]))
         self._num_chosen.update(each.replica_id for each in ranked[:1])
         return [[each] for each in ranked]
 
@@ -105,14 +102,14 @@ def main() -> None:
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
     try:
         for name, options in (("power-of-two", {}), ("prefix-aware", {"request_router_class": PrefixRouter})):
-            replicas = Replica.options(request_router_config=RequestRouterConfig(**options))
-            handle = serve.run(replicas.bind(), name=name, route_prefix=None)
+            app = Replica.options(request_router_config=RequestRouterConfig(**options)).bind()
+            handle = serve.run(app, name=name, route_prefix=None)
             asyncio.run(talk(handle))
             stats: list[EngineStats] = handle.broadcast("stats").results()
             serve.delete(name)
             cached, computed = (sum(map(attrgetter(f"num_{key}_tokens"), stats)) for key in ("cached", "prompt"))
-            num_requests = [sum(each.num_finished.values()) for each in stats]
-            print(f"{name}: hit rate {cached / (cached + computed):.2f}, requests of the replicas {num_requests}")
+            counts = [sum(each.num_finished.values()) for each in stats]
+            print(f"{name}: hit rate {cached / (cached + computed):.2f}, requests of the replicas {counts}")
     finally:
         serve.shutdown()
         ray.shutdown()
