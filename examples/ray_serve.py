@@ -2,9 +2,9 @@
 
 A conversation sends all of its turns again. The replica that answered the last turn has their KV in its cache; another
 one computes it again. The routing is Ray Serve's: `PrefixRouter` is a `RequestRouter`, its class for a policy; its own
-default is the less busy one of two random replicas. Engines run `in_process`: as processes they start half as fast on
-two cores. Needs `pip install "stepwise-llm[serve,foreign]"`. SGLang: `cache_aware` of its router; vLLM: the router of
-production-stack. Ray's `PrefixCacheAffinityRouter` is the same idea, but cannot be imported without vLLM or SGLang.
+default is the less busy one of two random replicas. Engines run `in_process`: two of them start in 6 s on two cores, as
+processes of their own in 8 to 10 s. Needs `pip install "stepwise-llm[serve,foreign]"`. SGLang: `cache_aware` of its
+router; vLLM: that of production-stack. Ray's `PrefixCacheAffinityRouter` cannot be imported without one of the two.
 """
 
 import asyncio
