@@ -21,8 +21,8 @@ from m7_serving.async_llm import AsyncLLM
 from m7_serving.config import ServerConfig
 from m7_serving.errors import EngineUnavailableError, ServerBusyError
 from m7_serving.openai import chat, completions, tokens
+from m7_serving.openai.bodies import ChatCompletion, Completion, Model, Models, Text, Tokens
 from m7_serving.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from m7_serving.openai.responses import ChatCompletion, Completion, Model, Models, Text, Tokens
 from m7_serving.server import status
 from m7_serving.server.auth import RequireKey
 from m7_serving.server.error_shape import HANDLERS, failure
@@ -34,7 +34,7 @@ Maker = Callable[..., Any]
 ERROR_FIELDS = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
 ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "object", "properties": ERROR_FIELDS}}}
 ERROR_RESPONSE = {"description": "Error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}
-OR_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {StreamingAnswer.media_type: {}}}}
+OR_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {StreamedResponse.media_type: {}}}}
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
