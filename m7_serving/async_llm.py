@@ -47,7 +47,7 @@ from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
 from m6_multimodal_pd.llm_engine import LLMEngine
 from m6_multimodal_pd.outputs import EngineStats
-from m7_serving.core_thread import CoreThread, finish
+from m7_serving.core_thread import CoreThread, fail, finish
 from m7_serving.errors import EngineUnavailableError, ServerBusyError
 from m7_serving.mailbox import Mailbox
 
@@ -194,7 +194,7 @@ class AsyncLLM:
             try:
                 value = function(core)
             except Exception as error:
-                self._thread.post(finish, answer, None, error)
+                self._thread.post(fail, answer, error)
             else:
                 self._thread.post(finish, answer, value)
 

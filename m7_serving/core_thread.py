@@ -84,13 +84,13 @@ class CoreThread(threading.Thread):
             self.core = core
         except BaseException as error:
             tracer.close()
-            self.post(finish, self.ready, None, error)
-            self.post(finish, self.ended)
+            self.post(fail, self.ready, error)
+            self.post(finish, self.ended, None)
             return
         failure: BaseException | None = None
         try:
             self._check_engines()
-            self.post(finish, self.ready)
+            self.post(finish, self.ready, None)
             while not self._is_stopping:
                 self._turn()
         except BaseException as error:  # no engine is left, or the core is dead
@@ -99,7 +99,7 @@ class CoreThread(threading.Thread):
             self.is_serving = False
             self.core.close()
             tracer.close()
-            self.post(finish, self.ended, None, failure)
+            self.post(*((finish, self.ended, None) if failure is None else (fail, self.ended, failure)))
 
     def _turn(self) -> None:
         """Execute the calls that have come, and run a step; wait for a call if there is no request."""
@@ -143,11 +143,13 @@ class CoreThread(threading.Thread):
         self.deliver(newest)
 
 
-def finish(future: "asyncio.Future[Any]", value: Any = None, error: BaseException | None = None) -> None:
+def finish(future: "asyncio.Future[Any]", value: Any) -> None:
     """End a future, whose waiter may have been cancelled."""
-    if future.done():
-        return
-    if error is None:
+    if not future.done():
         future.set_result(value)
-    else:
+
+
+def fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
+    """End a future, whose waiter may have been cancelled, with an error."""
+    if not future.done():
         future.set_exception(error)

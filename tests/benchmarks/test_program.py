@@ -90,6 +90,7 @@ def test_kernels_that_compute_nothing_have_the_names_of_the_measured_checkout(tm
         assert logits.argmax(-1).tolist() == [TOKEN, TOKEN] and logits.sum() == 2
 
 
+@pytest.mark.exhaustive
 @WITH_COMPILER
 def test_a_side_without_kernels_always_gets_the_same_token():
     case = CASES["m3, Python of a decode step, 16 at once"]

@@ -48,6 +48,7 @@ def error(capsys, *arguments):
     return line
 
 
+@pytest.mark.exhaustive
 def test_two_milestones_answer_the_same_requests_with_the_same_tokens(tmp_path, capsys):
     printed, results = run(
         tmp_path, capsys, "--rounds", "3", "--milestone", "m4", "--against", "m3", "--workload", "shared"

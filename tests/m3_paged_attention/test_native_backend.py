@@ -64,7 +64,7 @@ def oldest(tmp_path_factory: pytest.TempPathFactory) -> NativeBackend:
         return NativeBackend()
 
 
-@pytest.fixture(scope="module", params=["this processor", "the oldest"])
+@pytest.fixture(scope="module", params=["this processor", pytest.param("the oldest", marks=pytest.mark.exhaustive)])
 def backend(request: pytest.FixtureRequest) -> NativeBackend:
     return NativeBackend() if request.param == "this processor" else request.getfixturevalue("oldest")
 
@@ -583,6 +583,7 @@ def test_queries_keys_and_values_may_be_views_of_any_kind(backend, dtype) -> Non
 # --- any shape --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=examples(25))
 @given(data=st.data())
 def test_any_batch_equals_float64(oldest: NativeBackend, data: st.DataObject) -> None:
@@ -604,6 +605,7 @@ def test_any_batch_equals_float64(oldest: NativeBackend, data: st.DataObject) ->
         assert not result.any()
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=examples(25))
 @given(
     rows=st.integers(0, 110),

@@ -61,6 +61,7 @@ def test_a_format_without_kernels_is_refused(tiny_directory: Path, monkeypatch: 
     check(on_gpu, 64, fp8, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_three_prompts_and_six_tokens_are_those_of_torch(tiny_directory: Path) -> None:
     answers: dict[str, Any] = {}
     for backend in ("torch", "triton"):

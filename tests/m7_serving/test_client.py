@@ -17,6 +17,7 @@ from m6_multimodal_pd import LLMEngine, SamplingParams
 from m6_multimodal_pd.demo_tour import PICTURES
 from tests.m7_serving.servers import Server, chat, serving
 
+pytestmark = pytest.mark.exhaustive  # by default: `test_openai_answers.py` and `test_openai_engine.py`
 MODEL = "tiny-qwen3-vl"
 PROMPTS: dict[str, Any] = {
     "text": "red circle",
@@ -146,7 +147,7 @@ def test_an_image_in_a_data_url(client: OpenAI, engine: LLMEngine) -> None:
     assert answer.usage.prompt_tokens == len(alone.prompt_token_ids)
 
 
-@pytest.mark.parametrize("number", [40, pytest.param(500, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("number", [500])
 def test_joined_deltas_are_the_whole_answer_and_that_of_an_engine_alone(
     server: Server, engine: LLMEngine, number: int
 ) -> None:
@@ -207,7 +208,6 @@ def test_models_and_errors_as_the_client_knows_them(client: OpenAI) -> None:
         client.chat.completions.create(**chat(tools=[{"type": "function", "function": {"name": "f"}}]))
 
 
-@pytest.mark.exhaustive  # two more processes
 def test_a_group_of_two_engines_gives_the_same_answers(client: OpenAI) -> None:
     questions = [chat(f"What is {number}?", n=2, temperature=1.0, seed=number) for number in range(4)]
     expected = [client.chat.completions.create(**each).choices for each in questions]

@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from m7_serving import AsyncLLM
-from m7_serving.openai import responses
+from m7_serving.openai import bodies
 from tests.m7_serving.fake_llm import FakeLLM
 from tests.m7_serving.running import CHAT, COMPLETION, asynchronous, running
 
@@ -24,12 +24,12 @@ MEDIA_TYPES = {
     ("get", "/version"): {"application/json"},
 }
 ANSWERS: dict[str, tuple[Any, dict[str, Any] | None]] = {
-    "/v1/chat/completions": (responses.ChatCompletion, CHAT | {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}),
-    "/v1/completions": (responses.Completion, COMPLETION | {"logprobs": 2, "echo": True, "max_tokens": 3}),
-    "/tokenize": (responses.Tokens, {"prompt": "a text", "return_token_strs": True}),
-    "/detokenize": (responses.Text, {"tokens": [1, 2]}),
-    "/v1/models": (responses.Models, None),
-    "/v1/models/tiny-qwen3-vl": (responses.Model, None),
+    "/v1/chat/completions": (bodies.ChatCompletion, CHAT | {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}),
+    "/v1/completions": (bodies.Completion, COMPLETION | {"logprobs": 2, "echo": True, "max_tokens": 3}),
+    "/tokenize": (bodies.Tokens, {"prompt": "a text", "return_token_strs": True}),
+    "/detokenize": (bodies.Text, {"tokens": [1, 2]}),
+    "/v1/models": (bodies.Models, None),
+    "/v1/models/tiny-qwen3-vl": (bodies.Model, None),
 }
 
 
