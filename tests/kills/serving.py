@@ -11,9 +11,8 @@ import os
 import signal
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -113,6 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--number", type=int, default=50, help="blows in all")
     parser.add_argument("--record", action="store_true", help="replace the results of the repository")
     args = parser.parse_args(argv)
+    folder = RESULTS if args.record else OUTPUT
+    folder.mkdir(exist_ok=True)
+    path, env = folder / "kills_serving.json", environment(model=SEEING_MODEL, seed=SEED)
     random, number = Random(SEED), 0
     found: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     while number < args.number:
@@ -128,14 +130,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             server.process.kill()
             server.process.communicate()
         number = sum(map(len, found.values()))
-    counts: dict[str, Any] = dict(Counter({kind: len(rows) for kind, rows in found.items()}))
-    longest = {kind: {name: max(row[name] for row in rows) for name in rows[0]} for kind, rows in found.items()}
-    results = {"environment": environment(model=SEEING_MODEL, seed=SEED), "number": counts, "longest_s": longest}
-    folder = RESULTS if args.record else OUTPUT
-    folder.mkdir(exist_ok=True)
-    Path(folder / "kills_serving.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    Console().print({"number": counts, "longest_s": longest})
+        path.write_text(json.dumps({"environment": env, **summary(found)}, indent=1) + "\n", encoding="utf-8")
+    Console().print(summary(found))
     return 0
+
+
+def summary(found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+    """Return the number of blows of each kind, and the longest seconds."""
+    longest = {kind: {name: max(row[name] for row in rows) for name in rows[0]} for kind, rows in found.items()}
+    return {"number": {kind: len(rows) for kind, rows in found.items()}, "longest_s": longest}
 
 
 if __name__ == "__main__":
