@@ -181,8 +181,7 @@ def test_a_socket_of_a_killed_server_is_replaced_and_that_of_a_living_one_is_not
     path = tmp_path / "operators.sock"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
-    with unix_socket(path) as first:
-        first.listen()
+    with unix_socket(path):  # also while its server loads the model, and accepts nothing
         with pytest.raises(OSError, match=r"cannot listen at .*Address already in use"), unix_socket(path):
             pass
         assert path.is_socket()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ async def test_the_page_needs_an_engine() -> None:
     async with running() as server:
         await server.llm.close()
         assert (await server.get("/metrics")).status_code == 503
+
+
+def test_the_page_is_there_while_no_engine_is() -> None:
+    stats = asyncio.run(FakeLLM().stats())
+    page = Metrics("a").page(replace(stats, max_total_tokens=0, available_size=0, evictable_size=0))
+    assert b'sglang:token_usage{model_name="a"} 0.0' in page
 
 
 def test_two_servers_have_metrics_of_their_own() -> None:
