@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 LOG = logging.getLogger("mkdocs.hooks.notebooks")
 BESIDE = (
     ("notebooks", "*.ipynb"),
+    ("notebooks", "journey.py"),
     ("benchmarks/results", "*.json"),
     ("benchmarks/results", "*.md"),
     ("m3_paged_attention/attention/native", "*.cpp"),
@@ -44,11 +45,14 @@ CDN_SCRIPT = re.compile(
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks among the files
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what stands beside docs/ to the site's files. Tables of measurements become pages; only links lead there."""
+    """Add what stands beside docs/ to the site's files. Tables of measurements become pages; only links lead there.
+
+    Python files of docs/ itself are left out of the site (`exclude_docs`); one that is added here is not.
+    """
     for folder, pattern in BESIDE:
         for path in sorted((ROOT / folder).glob(pattern)):
             file = File(f"{folder}/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls)
-            if path.suffix == ".md":
+            if path.suffix in (".md", ".py"):
                 file.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(file)
     return files
