@@ -1,4 +1,4 @@
-"""docs/api: every module of m6 has a section, in one place; the example of the public face runs."""
+"""docs/api: every module of m6 and m7 has a section, in one place; the example of the public face runs."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,14 @@ API = ROOT / "docs" / "api"
 QUOTED = [
     (page.name, name)
     for page in sorted(API.glob("*.md"))
-    for name in re.findall(r"^::: (m6_[\w.]+)$", page.read_text(encoding="utf-8"), re.M)
+    for name in re.findall(r"^::: (m[67]_[\w.]+)$", page.read_text(encoding="utf-8"), re.M)
 ]
 """Page and module, or class, of each section."""
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in sorted((ROOT / "m6_multimodal_pd").rglob("*.py"))
-    if path.name != "__init__.py" and not path.name.startswith("demo")
+    for package in ("m6_multimodal_pd", "m7_serving")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if path.name not in ("__init__.py", "__main__.py") and not path.name.startswith("demo")
 ]
 EXAMPLES = [
     pytest.param(code, marks=pytest.mark.exhaustive if "DisaggregationConfig(" in code else (), id=code.splitlines()[0])
@@ -25,7 +26,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_module_of_m6_has_one_section(module: str) -> None:
+def test_every_module_has_one_section(module: str) -> None:
     found = [page for page, name in QUOTED if name == module or name.startswith(f"{module}.")]
     assert len(found) == 1, f"{module} stands in {found}"
 
