@@ -9,11 +9,7 @@ from dataclasses import replace
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import shown
-from m1_single_request.input_processor import (
-    Arrival,
-    InputProcessor as SingleRequestInputProcessor,
-    check_model_len,
-)
+from m1_single_request.input_processor import Arrival, InputProcessor as SingleRequestInputProcessor, check_model_len
 from m1_single_request.model_loader import ModelDescription
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError
-from m1_single_request.sampler import (
-    LogprobRow,
-    Sampler,
-    SamplerOutput,
-    gather_logprobs,
-    impossible_row,
-    not_finite,
-)
+from m1_single_request.sampler import LogprobRow, Sampler, SamplerOutput, gather_logprobs, impossible_row, not_finite
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow as SingleSamplingRow
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.tracer import Tracer

@@ -7,11 +7,7 @@ model's length and the KV memory. A request may switch drafts off (`speculate=Fa
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidRequestError
 from m1_single_request.field_rules import valid
-from m1_single_request.input_processor import (
-    Arrival,
-    InputProcessor as SingleRequestInputProcessor,
-    check_model_len,
-)
+from m1_single_request.input_processor import Arrival, InputProcessor as SingleRequestInputProcessor, check_model_len
 from m1_single_request.model_loader import ModelDescription
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams

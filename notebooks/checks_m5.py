@@ -6,14 +6,7 @@ from random import Random
 from typing import Any
 
 from m4_radix_cache.mem_cache.radix_key import RadixKey
-from m5_chunked_prefill_spec import (
-    PARTS,
-    CacheConfig,
-    LLMEngine,
-    SamplingParams,
-    SchedulerConfig,
-    SpeculativeConfig,
-)
+from m5_chunked_prefill_spec import PARTS, CacheConfig, LLMEngine, SamplingParams, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.events import Batch
 from m5_chunked_prefill_spec.request import Req
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch

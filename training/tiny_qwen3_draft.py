@@ -18,14 +18,7 @@ from training.draft_cost import measure_cost
 from training.evaluate_draft import CHECKPOINT, evaluate_draft
 from training.loop import LoopConfig, Progressing, train
 from training.recipe import Plan, Recipe
-from training.tiny_qwen3 import (
-    CHECKPOINT as TARGET,
-    duration,
-    make_config,
-    make_parser,
-    may_write,
-    save_checkpoint,
-)
+from training.tiny_qwen3 import CHECKPOINT as TARGET, duration, make_config, make_parser, may_write, save_checkpoint
 
 RUN_DIR = Path(__file__).parent / "runs" / "tiny-qwen3-draft"
 STEPS = 6000

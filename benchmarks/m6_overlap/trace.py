@@ -11,14 +11,7 @@ from typing import Any
 from benchmarks.engines import TEXT_MODEL
 from benchmarks.texts import message
 from m1_single_request.tracer import TraceReader, TraceRecord
-from m6_multimodal_pd import (
-    CacheConfig,
-    LLMEngine,
-    ModelConfig,
-    SamplingParams,
-    SchedulerConfig,
-    TraceConfig,
-)
+from m6_multimodal_pd import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, TraceConfig
 
 CONFIGS: dict[str, Any] = {
     "model_config": ModelConfig(model=TEXT_MODEL, max_model_len=128, device="cpu"),

@@ -34,13 +34,7 @@ from m3_paged_attention.models.decoder import Decoder
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo, metadata_of
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL, SpeculativeConfig
-from m5_chunked_prefill_spec.forward_batch import (
-    ForwardBatch,
-    OneEach,
-    SomeTokens,
-    one_after_another,
-    ranges,
-)
+from m5_chunked_prefill_spec.forward_batch import ForwardBatch, OneEach, SomeTokens, one_after_another, ranges
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m5_chunked_prefill_spec.speculative.rejection_sampler import DRAFT_STREAM, distribution
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts

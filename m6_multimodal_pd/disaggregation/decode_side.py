@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
-from m1_single_request.sampler import SampledTokens
+from m1_single_request.sampler import LogprobRow, SampledTokens
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide, InFlight, Occupied
 from m6_multimodal_pd.disaggregation.events import ChunkReceived, RoomTaken
 from m6_multimodal_pd.disaggregation.poll import KVReceiver
@@ -83,10 +83,12 @@ class DecodeSide(EngineSide[KVReceiver]):
                 origin=occupied.peer,
             )
             self.say(occupied.peer, Preallocated(occupied.room, req.kv_committed_len, self.transport.readable))
-        for occupied in list(self.rooms.values()):
-            self._report(occupied)
-            if occupied.req.is_finished:
-                self.free(occupied)
+        super().after_step()
+
+    def with_first_token(self, room: Occupied[KVReceiver]) -> tuple[int, tuple[LogprobRow, ...] | None]:
+        """Return what came with the KV."""
+        assert room.first_token is not None, "no token is computed before it"
+        return room.first_token.cached_tokens, room.first_token.prompt_logprobs
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -150,13 +152,6 @@ class DecodeSide(EngineSide[KVReceiver]):
             assert first is not None, "it announces the number of chunks"
             self.core.scheduler.complete(occupied.req.rid, SampledTokens((first.token_id,), (first.logprobs,)))
             self.say(occupied.peer, Received(occupied.room))
-
-    def _report(self, occupied: Occupied[KVReceiver]) -> None:
-        """Send the tokens that the router does not have, the first ones with what came with the KV."""
-        if len(occupied.req.output_ids) > occupied.num_reported:
-            came, occupied.first_token = occupied.first_token, None
-            of_first = (0, None) if came is None else (came.cached_tokens, came.prompt_logprobs)
-            self.report(occupied, *of_first)
 
 
 def without_prompt_logprobs(job: Job) -> Job:

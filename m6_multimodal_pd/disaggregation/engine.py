@@ -28,14 +28,7 @@ from m6_multimodal_pd.disaggregation.prefill_scheduler import PrefillScheduler
 from m6_multimodal_pd.disaggregation.prefill_side import PrefillSide
 from m6_multimodal_pd.disaggregation.room_side import BothSide, RoomSide
 from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
-from m6_multimodal_pd.disaggregation.runtime.messages import (
-    Answer,
-    Call,
-    Joined,
-    LengthFitted,
-    ToEngine,
-    ToRouter,
-)
+from m6_multimodal_pd.disaggregation.runtime.messages import Answer, Call, Joined, LengthFitted, ToEngine, ToRouter
 from m6_multimodal_pd.disaggregation.runtime.reporter import Reporter
 from m6_multimodal_pd.disaggregation.segments import Segments
 from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget

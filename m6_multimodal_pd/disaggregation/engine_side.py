@@ -43,7 +43,7 @@ class Occupied(Room, Generic[T]):
     """Name of the other engine."""
     transfer: T
     first_token: FirstToken | None = None
-    """On the decode side: the message that came with the first token, until the router has its content."""
+    """On the decode side: the message that came with the first token."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from m6_multimodal_pd.disaggregation.engine_side import EngineSide, InFlight, Oc
 from m6_multimodal_pd.disaggregation.events import ChunkSent
 from m6_multimodal_pd.disaggregation.first_token import TAKEN_OVER
 from m6_multimodal_pd.disaggregation.poll import KVPoll, KVSender
-from m6_multimodal_pd.disaggregation.runtime.jobs import row_of, rows_of_prompt
+from m6_multimodal_pd.disaggregation.runtime.jobs import row_of
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Chunk,
     FirstToken,
@@ -129,11 +129,12 @@ class PrefillSide(EngineSide[KVSender]):
 
     def _first_token(self, occupied: Occupied[KVSender]) -> FirstToken:
         sequence = occupied.req.sequence
+        cached_tokens, prompt_logprobs = self.with_first_token(occupied)
         return FirstToken(
             room=occupied.room,
             num_chunks=occupied.transfer.num_chunks,
             token_id=sequence.output_token_ids[-1],
             logprobs=row_of(sequence.output_logprobs[-1]),
-            prompt_logprobs=rows_of_prompt(occupied.req),
-            cached_tokens=occupied.req.cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=cached_tokens,
         )

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from m1_single_request.errors import EngineDeadError, EngineError
 from m1_single_request.request import FinishError
 from m1_single_request.sampler import LogprobRow
-from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of, resume, row_of, rows_of_prompt
+from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of, resume, row_of
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Cancel,
     Decode,
@@ -80,10 +80,21 @@ class RoomSide(ABC, Generic[R]):
     def begin(self, message: Any) -> None:
         """Take a request in."""
 
-    @abstractmethod
     def after_step(self) -> None:
         """Send new tokens, and free the rooms of requests that have ended. Called in every turn of the engine's loop,
         after its step if it has one. Raises `EngineDeadError` if a copy finds its device lost."""
+        for room in list(self.rooms.values()):
+            if len(room.req.output_ids) > room.num_reported:
+                self._report(room)
+            if room.req.is_finished:
+                self.free(room)
+
+    def with_first_token(self, room: R) -> tuple[int, tuple[LogprobRow, ...] | None]:
+        """Return what the first report of a room adds: cached tokens, and the log-probabilities of the prompt from its
+        second token on, if the request asks for them."""
+        named = room.req.sequence.prompt_logprobs
+        rows = None if named is None else tuple(row for row in map(row_of, named) if row is not None)
+        return room.req.cached_tokens, rows
 
     def close(self) -> None:
         """Release the memory that is not the engine core's."""
@@ -109,9 +120,10 @@ class RoomSide(ABC, Generic[R]):
         resume(req, job.output_token_ids)
         return req
 
-    def report(self, room: R, cached_tokens: int, prompt_logprobs: tuple[LogprobRow, ...] | None) -> None:
-        """Send the tokens that the router does not have. `prompt_logprobs`: in the first report of a room only."""
+    def _report(self, room: R) -> None:
+        """Send the tokens that the router does not have."""
         req, first = room.req, room.num_reported
+        cached_tokens, prompt_logprobs = self.with_first_token(room) if room.is_new else (0, None)
         new = req.output_ids[first:]
         logprobs: tuple[LogprobRow | None, ...] = (None,) * len(new)
         if req.sampling_params.logprobs is not None:
@@ -148,14 +160,6 @@ class BothSide(RoomSide[Room]):
         if req is not None:
             self.rooms[message.room] = Room(message.room, req, len(req.output_ids))
             self.core.add_request(req)
-
-    def after_step(self) -> None:
-        for room in list(self.rooms.values()):
-            req = room.req
-            if len(req.output_ids) > room.num_reported:
-                self.report(room, req.cached_tokens, rows_of_prompt(req) if room.is_new else None)
-            if req.is_finished:
-                self.free(room)
 
 
 def error_of_end(req: Req) -> BaseException | None:

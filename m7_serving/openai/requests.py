@@ -7,16 +7,7 @@ Ranges of sampling parameters are not repeated here: `SamplingParams` checks the
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from m1_single_request.errors import shown
 from m7_serving.openai import fields

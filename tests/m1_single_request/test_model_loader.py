@@ -15,14 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as hf_logging
 
-from m1_single_request import (
-    ConfigError,
-    LLMEngine,
-    ModelConfig,
-    ModelLoadError,
-    SamplingParams,
-    model_loader,
-)
+from m1_single_request import ConfigError, LLMEngine, ModelConfig, ModelLoadError, SamplingParams, model_loader
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, LoadedModel, load_model
 from tests.equivalence.models import ARCHITECTURES, save_random_model
 from tests.m1_single_request.engines import MAX_MODEL_LEN, greedy

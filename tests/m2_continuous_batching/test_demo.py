@@ -14,12 +14,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from m2_continuous_batching import (
-    EngineError,
-    TraceConfig,
-    demo,
-    demo_tour,
-)
+from m2_continuous_batching import EngineError, TraceConfig, demo, demo_tour
 from m2_continuous_batching.demo_tour import LATE_AFTER, RECALL, make_story, run_story, tour
 from m2_continuous_batching.views.timeline import Timeline
 from tests.m2_continuous_batching.engines import MakeEngine, greedy, limits

@@ -10,13 +10,7 @@ from m2_continuous_batching.events import Batch
 from m3_paged_attention import SamplingParams, TraceConfig, TraceRecord
 from m3_paged_attention.demo_tour import facts, highlights
 from m3_paged_attention.events import KVSized
-from m3_paged_attention.kv_events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksForked,
-    BlocksFreed,
-    BlocksSwapped,
-)
+from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, Preempted
 from m3_paged_attention.views.block_map import KEY, BlockMap, Frame, draw
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting, unfinished

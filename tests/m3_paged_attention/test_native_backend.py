@@ -30,14 +30,7 @@ from m3_paged_attention.linear import PlainLinear, QuantizedLinear
 from m3_paged_attention.model_loader import load_model
 from tests.kernels import references
 from tests.kernels.numbers import same_numbers_and_no_luck as same_numbers_and_no_luck
-from tests.kernels.references import (
-    PagedBatch,
-    assert_close,
-    causal_attention,
-    decode_row,
-    in_kv_dtype,
-    paged_batch,
-)
+from tests.kernels.references import PagedBatch, assert_close, causal_attention, decode_row, in_kv_dtype, paged_batch
 from tests.support.amounts import examples
 
 if OBSTACLE := native_library.obstacle():

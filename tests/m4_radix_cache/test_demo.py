@@ -12,14 +12,7 @@ from rich.console import Console
 from m1_single_request.flags import config_of
 from m1_single_request.trace_file import read_trace
 from m1_single_request.tracer import TraceRecord
-from m4_radix_cache import (
-    CacheConfig,
-    SamplingParams,
-    SchedulerConfig,
-    TraceConfig,
-    demo,
-    demo_tour,
-)
+from m4_radix_cache import CacheConfig, SamplingParams, SchedulerConfig, TraceConfig, demo, demo_tour
 from m4_radix_cache.demo_tour import RECORDED, Stage, beside_recorded, with_room
 from m4_radix_cache.events import Admit, Audit
 from m4_radix_cache.views.radix_tree import RadixTreeView

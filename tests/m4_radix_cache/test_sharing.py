@@ -12,14 +12,7 @@ import m3_paged_attention
 from m4_radix_cache import LLMEngine
 from tests.equivalence.forced_retraction import ForcedRetraction
 from tests.equivalence.traffic import prompt_of, tree_prompt
-from tests.m4_radix_cache.engines import (
-    MakeEngine,
-    Recorder,
-    check_flushed,
-    greedy,
-    run,
-    setting,
-)
+from tests.m4_radix_cache.engines import MakeEngine, Recorder, check_flushed, greedy, run, setting
 
 SHARING = pytest.mark.parametrize("cache", ["radix", "hash"])
 SYSTEM = prompt_of(40)

@@ -9,13 +9,7 @@ from random import Random
 from typing import Any
 
 from m4_radix_cache.request import Req
-from m5_chunked_prefill_spec import (
-    CostTable,
-    LLMEngine,
-    SamplingParams,
-    SchedulerConfig,
-    SpeculativeConfig,
-)
+from m5_chunked_prefill_spec import CostTable, LLMEngine, SamplingParams, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from tests.m4_radix_cache.engines import (
     check_answers as check_answers,

@@ -15,13 +15,7 @@ from tests.equivalence.forced_retraction import ForcedRetractionInPieces, InTurn
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk
 from tests.m4_radix_cache.conversations import check_two_turns, conversations
-from tests.m5_chunked_prefill_spec.engines import (
-    Guessing,
-    MakeEngine,
-    check_flushed,
-    check_step,
-    setting,
-)
+from tests.m5_chunked_prefill_spec.engines import Guessing, MakeEngine, check_flushed, check_step, setting
 
 LENGTHS = (1, 7, 16, 20, 33, 50)
 GREEDY = [name for name in CLEAR_SETTINGS if "drawn" not in name]

@@ -16,13 +16,7 @@ import torch
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.models.layers import MLP
-from m6_multimodal_pd import (
-    ConfigError,
-    DisaggregationConfig,
-    LLMEngine,
-    ModelConfig,
-    TraceConfig,
-)
+from m6_multimodal_pd import ConfigError, DisaggregationConfig, LLMEngine, ModelConfig, TraceConfig
 from m6_multimodal_pd.events import GraphsCaptured, GraphsUnavailable
 from tests.m5_chunked_prefill_spec.conftest import draft_directory as draft_directory
 from tests.m5_chunked_prefill_spec.engines import knowing

@@ -23,15 +23,7 @@ from m6_multimodal_pd.overlap import engine_core
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
-from tests.equivalence.traffic import (
-    CLEAR_SETTINGS,
-    RATED_SETTINGS,
-    WIDE_SETTINGS,
-    Ask,
-    SharingAsk,
-    asks_of,
-    serve,
-)
+from tests.equivalence.traffic import CLEAR_SETTINGS, RATED_SETTINGS, WIDE_SETTINGS, Ask, SharingAsk, asks_of, serve
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, setting
 from tests.m6_multimodal_pd.recorded_graphs import (
     RecordedGraph,

@@ -9,13 +9,7 @@ import pytest
 
 from m1_single_request import SamplingParams
 from m1_single_request.errors import EngineError, InvalidPromptError
-from m6_multimodal_pd.disaggregation.runtime.jobs import (
-    KNOWN_ERRORS,
-    LONGEST_TEXT,
-    error_of,
-    fault_of,
-    job_of,
-)
+from m6_multimodal_pd.disaggregation.runtime.jobs import KNOWN_ERRORS, LONGEST_TEXT, error_of, fault_of, job_of
 from m6_multimodal_pd.disaggregation.runtime.messages import Ended, Fault, Job, Prefill, ToEngine, ToRouter
 from m6_multimodal_pd.errors import RemoteError, TransferError
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs

@@ -18,15 +18,7 @@ from m6_multimodal_pd.errors import EngineLostError
 from m7_serving.config import ServerConfig
 from m7_serving.server.run import serve
 from tests.m7_serving.fake_llm import FakeLLM, at_once, never
-from tests.m7_serving.running import (
-    COMPLETION,
-    answer_of,
-    asynchronous,
-    check_error,
-    events_of,
-    request,
-    until,
-)
+from tests.m7_serving.running import COMPLETION, answer_of, asynchronous, check_error, events_of, request, until
 
 BODY = json.dumps(COMPLETION).encode()
 

@@ -58,12 +58,6 @@ def row_of(named: TokenLogprobs | None) -> LogprobRow | None:
     return LogprobRow(tuple(named), tuple(one.logprob for one in values), tuple(one.rank for one in values))
 
 
-def rows_of_prompt(req: Req) -> tuple[LogprobRow, ...] | None:
-    """Return the log-probabilities of a prompt's tokens after the first one as rows, if the request asks for them."""
-    named = req.sequence.prompt_logprobs
-    return None if named is None else tuple(row for row in map(row_of, named) if row is not None)
-
-
 def fault_of(error: BaseException) -> Fault:
     """Return an error as a message has it, with at most LONGEST_TEXT characters."""
     kind = type(error).__name__

@@ -154,8 +154,7 @@ class ProcessLinks(SocketLinks):
 
     def coming(self, role: str) -> bool:
         """Return whether a process of this role runs; one that dies is started anew."""
-        due = [due_role for due_role, _ in self.due.values()]
-        return role in due or any(child.order.role == role for child in self.children.values())
+        return role in [due for due, _ in self.due.values()] + [child.order.role for child in self.children.values()]
 
     def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
         """Return messages; drop an engine that cannot be built, with its error."""
@@ -181,7 +180,7 @@ class ProcessLinks(SocketLinks):
         for unreachable in super().lost():
             self.drop(unreachable.name, unreachable.why)
         for name, (role, at) in list(self.due.items()):
-            if time.monotonic() >= at:
+            if time.monotonic() >= at and self.restarts.at_most:
                 del self.due[name]
                 with suppress(EngineLostError):  # no room for another process: there is one engine less
                     self.start(name, role)
@@ -209,7 +208,6 @@ class ProcessLinks(SocketLinks):
 
     def close(self) -> None:
         """Ask all engines to end, and wait; kill those that do not. May be called twice."""
-        self.due.clear()
         super().close()
         deadline = time.monotonic() + END_TIMEOUT_S
         for name, child in list(self.children.items()):

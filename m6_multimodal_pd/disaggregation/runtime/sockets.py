@@ -63,9 +63,8 @@ class RouterSocket(Endpoint[M]):
         self._set({zmq.ROUTER_MANDATORY: 1})  # report that a peer is gone, instead of dropping messages for it
         self._set({zmq.ROUTER_HANDOVER: 0})  # an identity stays with its connection
         self._unlink: weakref.finalize[Any, Any] | None = None
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
-            end.setblocking(False)
+        self._woken, self._waker = ends = socket.socketpair()
+        for end in ends:
             when_dropped(self, end.close)
         self._door = Doorkeeper(self._context, self._socket, keys.trusted)
         self.address = self._open(self._socket.bind, address)
@@ -82,7 +81,7 @@ class RouterSocket(Endpoint[M]):
         received = []
         zmq.zmq_poll([(self._socket, zmq.POLLIN), (self._woken.fileno(), zmq.POLLIN)], ceil(timeout_s * 1000))
         with suppress(BlockingIOError):
-            self._woken.recv(4096)
+            self._woken.recv(4096, socket.MSG_DONTWAIT)
         for identity, *frames in self._read(0.0):
             try:
                 name = self._names.get(identity.bytes)
@@ -117,7 +116,7 @@ class RouterSocket(Endpoint[M]):
     def wake(self) -> None:
         """End the wait of `receive`, called by another thread."""
         with suppress(BlockingIOError, OSError):  # it is awake; the socket is closed
-            self._waker.send(b"\0")
+            self._waker.send(b"\0", socket.MSG_DONTWAIT)
 
     def forget(self, name: str) -> None:
         """Accept no more messages of an engine, if there is such a one. Its name is free for another."""
