@@ -6,14 +6,13 @@ comes last. New in this milestone. vLLM: `entrypoints/openai/chat_completion`; S
 
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from m1_single_request.input_processor import Prompt
 from m7_serving.async_llm import AsyncLLM
-from m7_serving.openai.deltas import Delta, Generation, stream, whole
+from m7_serving.openai.deltas import Delta, Generation
 from m7_serving.openai.fields import InvalidFieldError
 from m7_serving.openai.logprobs import chat_logprobs
 from m7_serving.openai.params import chat_params
@@ -23,36 +22,18 @@ from m7_serving.openai.usage import Watch
 NAME_OF_MESSAGE = re.compile(r"""message(\.|\[['"])name\b""")
 
 
-async def answer(
+async def generation(
     llm: AsyncLLM, request: ChatCompletionRequest, *, model: str, request_id: str, watch: Watch
-) -> dict[str, Any]:
-    """Return the body of an answer. `model`: the name that is served.
+) -> Generation:
+    """Return the call of the engine that answers a conversation. `model`: the name that is served.
 
-    Raises a subclass of `InvalidRequestError`, the errors of `AsyncLLM.generate_batch`, and that of a failed request.
+    Raises a subclass of `InvalidRequestError`, and the errors of `AsyncLLM.check_admissible`.
     """
-    call = await _call(llm, request, "chat.completion", model, request_id, watch)
-    deltas, usage = await whole(call)
-    choices = [
-        {
-            "index": delta.choice,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
-            "logprobs": _logprobs(llm, request, delta),
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-        for delta in deltas
-    ]
-    return {**call.head, "choices": choices, "usage": usage}
-
-
-async def chunks(
-    llm: AsyncLLM, request: ChatCompletionRequest, *, model: str, request_id: str, watch: Watch
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the chunks of an answer, the first one once the engine has a token. Raises as `answer`."""
-    call = await _call(llm, request, "chat.completion.chunk", model, request_id, watch)
-    async with aclosing(stream(call, partial(_choices, llm, request))) as found:
-        async for chunk in found:
-            yield chunk
+    params = chat_params(request, llm.input_processor.max_model_len)
+    kind = "chat.completion.chunk" if request.stream else "chat.completion"
+    head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time()), "model": model}
+    choice_of, pieces_of = partial(_choice, llm, request), partial(_pieces, llm, request)
+    return Generation(llm, request, [await chat_prompt(llm, request)], params, head, watch, choice_of, pieces_of)
 
 
 async def chat_prompt(llm: AsyncLLM, request: ChatCompletionRequest) -> Prompt:
@@ -84,15 +65,17 @@ def template_messages(messages: Sequence[Message], template: object) -> list[dic
     return found
 
 
-async def _call(
-    llm: AsyncLLM, request: ChatCompletionRequest, kind: str, model: str, request_id: str, watch: Watch
-) -> Generation:
-    params = chat_params(request, llm.input_processor.max_model_len)
-    head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time()), "model": model}
-    return Generation(llm, request, [await chat_prompt(llm, request)], params, head, watch)
+def _choice(llm: AsyncLLM, request: ChatCompletionRequest, delta: Delta) -> dict[str, Any]:
+    return {
+        "index": delta.choice,
+        "message": {"role": "assistant", "content": delta.text, "refusal": None},
+        "logprobs": _logprobs(llm, request, delta),
+        "finish_reason": delta.finish_reason,
+        "stop_reason": delta.stop_reason,
+    }
 
 
-def _choices(llm: AsyncLLM, request: ChatCompletionRequest, delta: Delta) -> Iterator[dict[str, Any]]:
+def _pieces(llm: AsyncLLM, request: ChatCompletionRequest, delta: Delta) -> Iterator[dict[str, Any]]:
     """Yield the choices of a delta's chunks: none for tokens without text, unless they have log-probabilities."""
     choice = {"index": delta.choice, "delta": {}, "logprobs": None, "finish_reason": None}
     if delta.is_first:

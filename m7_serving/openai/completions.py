@@ -7,14 +7,13 @@ models this way). New in this milestone. vLLM: `entrypoints/openai/completion`; 
 
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from m1_single_request.input_processor import check_model_len
 from m1_single_request.outputs import TokenLogprobs
 from m7_serving.async_llm import AsyncLLM
-from m7_serving.openai.deltas import Delta, Generation, stream, whole
+from m7_serving.openai.deltas import Delta, Generation
 from m7_serving.openai.logprobs import completion_logprobs
 from m7_serving.openai.params import completion_params
 from m7_serving.openai.requests import CompletionRequest
@@ -22,29 +21,13 @@ from m7_serving.openai.tokens import check_token_ids, decode
 from m7_serving.openai.usage import Watch
 
 
-async def answer(
+async def generation(
     llm: AsyncLLM, request: CompletionRequest, *, model: str, request_id: str, watch: Watch
-) -> dict[str, Any]:
-    """Return the body of an answer. `model`: the name that is served.
+) -> Generation:
+    """Return the call of the engine that continues prompts. `model`: the name that is served.
 
-    Raises a subclass of `InvalidRequestError`, the errors of `AsyncLLM.generate_batch`, and that of a failed request.
+    Raises a subclass of `InvalidRequestError`.
     """
-    call, choices = _call(llm, request, model, request_id, watch), await Choices.of(llm, request)
-    deltas, usage = await whole(call)
-    return {**call.head, "choices": list(map(choices.whole, deltas)), "usage": usage}
-
-
-async def chunks(
-    llm: AsyncLLM, request: CompletionRequest, *, model: str, request_id: str, watch: Watch
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the chunks of an answer, the first one once the engine has a token. Raises as `answer`."""
-    call, choices = _call(llm, request, model, request_id, watch), await Choices.of(llm, request)
-    async with aclosing(stream(call, choices.pieces)) as found:
-        async for chunk in found:
-            yield chunk
-
-
-def _call(llm: AsyncLLM, request: CompletionRequest, model: str, request_id: str, watch: Watch) -> Generation:
     prompts: Sequence[str | list[int]] = request.prompt
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
@@ -52,7 +35,15 @@ def _call(llm: AsyncLLM, request: CompletionRequest, model: str, request_id: str
             check_token_ids(prompt, llm.input_processor.vocab_size, f"prompt[{index}]")
     head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time()), "model": model}
     params = completion_params(request)
-    return Generation(llm, request, prompts, params, head, watch, returns_output=request.max_tokens > 0)
+    choices = Choices(llm, request, [await _text(llm, prompt) for prompt in prompts if request.echo])
+    returns_output = request.max_tokens > 0
+    return Generation(llm, request, prompts, params, head, watch, choices.whole, choices.pieces, returns_output)
+
+
+async def _text(llm: AsyncLLM, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return await llm.in_tokenizer_thread(decode, llm.input_processor, prompt)
 
 
 class Choices:
@@ -62,16 +53,6 @@ class Choices:
         """`prompts`: the texts to echo."""
         self.llm, self.request, self.prompts = llm, request, prompts
         self._offsets: defaultdict[int, int] = defaultdict(int)  # index of a choice -> `text_offset` of the next token
-
-    @classmethod
-    async def of(cls, llm: AsyncLLM, request: CompletionRequest) -> "Choices":
-        """Build it with the texts of prompts that are token ids."""
-        prompts = []
-        for prompt in request.prompt if request.echo else []:
-            if not isinstance(prompt, str):
-                prompt = await llm.in_tokenizer_thread(decode, llm.input_processor, prompt)
-            prompts.append(prompt)
-        return cls(llm, request, prompts)
 
     def pieces(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Yield the choices of a delta's chunks: none for tokens without text, unless they have log-probabilities."""

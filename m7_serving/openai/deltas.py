@@ -5,7 +5,7 @@ delta of a finished request. So both modes have the same text and log-probabilit
 milestone. vLLM: the `*_stream_generator` methods of its serving classes, with `RequestOutputKind.DELTA`.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ FAILED = ("abort", "error")
 
 @dataclass(frozen=True)
 class Generation:
-    """One HTTP call: what goes to the engine, and the fields that all parts of its answer share."""
+    """One HTTP call: what goes to the engine, and how its answer is made of the deltas."""
 
     llm: AsyncLLM
     request: GenerationRequest
@@ -33,6 +33,10 @@ class Generation:
     head: Mapping[str, Any]
     """`id`, `object`, `created`, `model`; the id is also that of the engine's request."""
     watch: Watch
+    choice_of: Callable[["Delta"], dict[str, Any]]
+    """Makes a choice of a whole answer."""
+    pieces_of: Callable[["Delta"], Iterable[dict[str, Any]]]
+    """Makes the choices of chunks, each with a part of the delta."""
     returns_output: bool = True
     """False: the output of the engine is dropped, and the prompt alone is returned."""
 
@@ -57,6 +61,10 @@ class Generation:
                         shown = output if self.returns_output else without_output(output)
                         observe(index, shown)
                         yield index, shown
+
+
+MakeGeneration = Callable[[], Awaitable[Generation]]
+"""Reads a request, and returns its call."""
 
 
 class Delta(NamedTuple):
@@ -123,29 +131,30 @@ class Deltas:
         return self.params.prompt_logprobs is None or known == len(output.prompt_token_ids)
 
 
-async def whole(call: Generation) -> tuple[list[Delta], dict[str, Any]]:
-    """Return every choice as one delta, in order, and the usage."""
+async def answer(make: MakeGeneration) -> dict[str, Any]:
+    """Return the body of an answer. Raises the errors of `make`, and as `Generation.outputs`."""
+    call = await make()
     deltas = Deltas(call.params)
     found: list[Delta] = []
     async with aclosing(call.outputs(final_only=True)) as outputs:
         async for prompt, output in outputs:
             found += deltas.of(prompt, output)
-    return sorted(found, key=lambda delta: delta.choice), deltas.usage()
+    found.sort(key=lambda delta: delta.choice)
+    return {**call.head, "choices": list(map(call.choice_of, found)), "usage": deltas.usage()}
 
 
-async def stream(
-    call: Generation, choices_of: Callable[[Delta], Iterable[dict[str, Any]]]
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the chunks of an answer: one for each choice that `choices_of` makes of a delta, and the usage last.
+async def chunks(make: MakeGeneration) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the chunks of an answer, the first one once the engine has a token, and the usage last.
 
-    Raises as `Generation.outputs`: before the first chunk for a request that cannot run, later for one that failed.
+    Raises as `answer`: before the first chunk for a request that cannot run, later for one that failed.
     """
+    call = await make()
     wanted = call.request.stream_options or StreamOptions()
     deltas = Deltas(call.params)
     async with aclosing(call.outputs(final_only=False)) as outputs:
         async for prompt, output in outputs:
             for delta in deltas.of(prompt, output):
-                for choice in choices_of(delta):
+                for choice in call.pieces_of(delta):
                     chunk = {**call.head, "choices": [choice]}
                     if wanted.include_usage or wanted.continuous_usage_stats:
                         chunk["usage"] = deltas.usage() if wanted.continuous_usage_stats else None

@@ -8,6 +8,7 @@ generator (a stream); it runs while the response is sent (`responses.py`). New i
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -22,6 +23,7 @@ from m7_serving.config import ServerConfig
 from m7_serving.errors import EngineUnavailableError, ServerBusyError
 from m7_serving.openai import chat, completions, tokens
 from m7_serving.openai.bodies import ChatCompletion, Completion, Model, Models, Text, Tokens
+from m7_serving.openai.deltas import answer, chunks
 from m7_serving.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from m7_serving.server import status
 from m7_serving.server.auth import RequireKey
@@ -68,14 +70,13 @@ def model_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
     """Return the routes that run the model or its tokenizer."""
     router, timeout_s = APIRouter(), config.request_timeout_s
 
-    def generated(answer: Maker, chunks: Maker, request: ChatCompletionRequest | CompletionRequest) -> Response:
+    def generated(make: Maker, request: ChatCompletionRequest | CompletionRequest) -> Response:
         if request.model not in (None, name):
             return unknown_model(request.model)
         if app.state.is_draining:
             raise ServerBusyError("the server is shutting down")
-        make, response_class = (chunks, StreamedResponse) if request.stream else (answer, WholeResponse)
-        work = make(llm, request, model=name, request_id=uuid.uuid4().hex, watch=metrics.watch)
-        return response_class(work, timeout_s)
+        call = partial(make, llm, request, model=name, request_id=uuid.uuid4().hex, watch=metrics.watch)
+        return StreamedResponse(chunks(call), timeout_s) if request.stream else WholeResponse(answer(call), timeout_s)
 
     def converted(convert: Maker, request: TokenizeRequest | DetokenizeRequest) -> Response:
         if request.model not in (None, name):
@@ -85,12 +86,12 @@ def model_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
     @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=OR_STREAM)
     async def create_chat_completion(request: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
-        return generated(chat.answer, chat.chunks, request)
+        return generated(chat.generation, request)
 
     @router.post("/v1/completions", response_model=Completion, responses=OR_STREAM)
     async def create_completion(request: CompletionRequest) -> Response:
         """Continue prompts."""
-        return generated(completions.answer, completions.chunks, request)
+        return generated(completions.generation, request)
 
     @router.post("/tokenize", response_model=Tokens)
     async def tokenize(request: TokenizeRequest) -> Response:

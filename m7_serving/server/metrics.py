@@ -3,8 +3,7 @@
 Gauges are read from the engine when the page is requested. Counters are about finished answers: those of tokens are the
 sums of their `usage`. Times to first tokens and gaps also contain requests that have failed or were aborted; a gap is
 measured where the output is read, and ends later if the event loop is busy. The names have SGLang's prefix, so that its
-dashboards work. New in this milestone.
-SGLang: `metrics/collector.py`; vLLM: `v1/metrics/loggers.py`.
+dashboards work. New in this milestone. SGLang: `metrics/collector.py`; vLLM: `v1/metrics/loggers.py`.
 """
 
 import asyncio

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence as SequenceOf
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from m1_single_request.request import BaseFinishReason, Request, Sequence
 from m1_single_request.sampler import LogprobRow
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.stop_checker import StopChecker
+from m7_serving.openai import chat, completions
+from m7_serving.openai.deltas import MakeGeneration
+from m7_serving.openai.requests import ChatCompletionRequest
 from tests.m1_single_request.helpers import byte_tokens, real_tokenizer
 
 MAX_MODEL_LEN = 256
@@ -146,6 +150,12 @@ class ScriptedLLM:
             raise InvalidPromptError("chat_template_kwargs: the template has no variable 'unknown'")
         text = real_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self._encode(str(text), add_special_tokens=False)
+
+
+def endpoint_call(llm: Any, request: Any, **names: Any) -> MakeGeneration:
+    """What the route of a request's endpoint passes on."""
+    endpoint = chat if isinstance(request, ChatCompletionRequest) else completions
+    return partial(endpoint.generation, llm, request, **names)
 
 
 async def collected(chunks: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, Any]]:

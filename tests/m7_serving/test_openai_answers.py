@@ -15,7 +15,7 @@ from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import FinishAbort, FinishError
 from m1_single_request.sampling_params import SamplingParams
 from m7_serving.errors import EngineUnavailableError, ServerBusyError
-from m7_serving.openai import chat, completions
+from m7_serving.openai import chat, deltas
 from m7_serving.openai.fields import InvalidFieldError
 from m7_serving.openai.params import chat_params, completion_params
 from m7_serving.openai.requests import ChatCompletionRequest, CompletionRequest
@@ -29,6 +29,7 @@ from tests.m7_serving.scripted import (
     Watched,
     batches_of,
     collected,
+    endpoint_call,
     family,
     ids_of,
     joined_chat,
@@ -57,17 +58,13 @@ def params_of(request: Any) -> SamplingParams:
     return completion_params(request)
 
 
-def endpoint_of(request: Any) -> Any:
-    return chat if isinstance(request, ChatCompletionRequest) else completions
-
-
 def answer(llm: ScriptedLLM, request: Any) -> dict[str, Any]:
-    found: dict[str, Any] = asyncio.run(endpoint_of(request).answer(llm, request, **NAMES))
+    found: dict[str, Any] = asyncio.run(deltas.answer(endpoint_call(llm, request, **NAMES)))
     return found
 
 
 def stream(llm: ScriptedLLM, request: Any) -> list[dict[str, Any]]:
-    return asyncio.run(collected(endpoint_of(request).chunks(llm, request, **NAMES)))
+    return asyncio.run(collected(deltas.chunks(endpoint_call(llm, request, **NAMES))))
 
 
 def scripted(request: Any, *texts: str, **more: Any) -> ScriptedLLM:
@@ -326,9 +323,9 @@ def test_the_metrics_get_what_is_returned(is_streamed: bool, max_tokens: int, nu
     watched = Watched()
     more = NAMES | {"watch": watched}
     if is_streamed:
-        asyncio.run(collected(completions.chunks(llm, request, **more)))
+        asyncio.run(collected(deltas.chunks(endpoint_call(llm, request, **more))))
     else:
-        asyncio.run(completions.answer(llm, request, **more))
+        asyncio.run(deltas.answer(endpoint_call(llm, request, **more)))
     assert watched.num_prompts == 1 and watched.error is None
     assert usage(watched.outputs.values())["completion_tokens"] == num_output
 
@@ -418,7 +415,7 @@ def test_an_error_of_the_admission_is_raised_before_the_first_chunk(request_of: 
 
     request = request_of(stream=True)
     with pytest.raises(type(error)):
-        asyncio.run(first(endpoint_of(request).chunks(ScriptedLLM([error]), request, **NAMES)))
+        asyncio.run(first(deltas.chunks(endpoint_call(ScriptedLLM([error]), request, **NAMES))))
     with pytest.raises(type(error)):
         answer(ScriptedLLM([error]), request_of())
 
@@ -432,7 +429,7 @@ def test_the_error_of_a_request_that_failed_is_raised(request_of: Any, is_lonely
     llm = ScriptedLLM(batches_of([family([failed] if is_lonely else [failed, outputs_of(ids_of("xyz"), params)])]))
     with pytest.raises(ForwardError):
         answer(llm, request)
-    chunks = endpoint_of(request).chunks(llm, request, **NAMES)
+    chunks = deltas.chunks(endpoint_call(llm, request, **NAMES))
     seen: list[Any] = []
 
     async def read() -> None:
@@ -462,7 +459,7 @@ def test_a_reader_that_goes_away_closes_the_generator_of_the_engine(request_of: 
         llm = scripted(request, "abcde")
 
         async def leave(llm: ScriptedLLM = llm, num_read: int = num_read) -> bool:
-            chunks = endpoint_of(request).chunks(llm, request, **NAMES)
+            chunks = deltas.chunks(endpoint_call(llm, request, **NAMES))
             for _ in range(num_read):
                 await anext(chunks)
             await chunks.aclose()
@@ -477,7 +474,7 @@ def test_a_whole_answer_that_is_cancelled_closes_the_generator_of_the_engine(req
     llm = scripted(request, "abcde")
 
     async def cancel() -> bool:
-        task = asyncio.create_task(endpoint_of(request).answer(llm, request, **NAMES))
+        task = asyncio.create_task(deltas.answer(endpoint_call(llm, request, **NAMES)))
         for _ in range(2):
             await asyncio.sleep(0)
         task.cancel()

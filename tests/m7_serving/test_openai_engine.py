@@ -9,12 +9,12 @@ import pytest
 
 from m6_multimodal_pd import DEFAULT_MODEL, LLMEngine, SamplingParams
 from m7_serving import AsyncLLM
-from m7_serving.openai import chat, completions
+from m7_serving.openai.deltas import answer, chunks
 from m7_serving.openai.requests import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from m7_serving.openai.tokens import tokenize
 from tests.m7_serving.conftest import is_idle
 from tests.m7_serving.parsed import parsed
-from tests.m7_serving.scripted import Watched, collected, joined_chat, joined_text
+from tests.m7_serving.scripted import Watched, collected, endpoint_call, joined_chat, joined_text
 from tests.m7_serving.test_async_llm import WORDS
 
 PICTURE = DEFAULT_MODEL.parents[1] / "demo_pictures" / "a_big_red_circle.png"
@@ -55,8 +55,8 @@ def test_completions_are_those_of_the_engine(runner: asyncio.Runner, llm: AsyncL
 
     async def ask(i: int) -> Any:
         whole, streamed = (parsed(CompletionRequest, bodies[i] | {"stream": on}) for on in (False, True))
-        body = await completions.answer(llm, whole, **names(i))
-        return body, joined_text(await collected(completions.chunks(llm, streamed, **names(i))))
+        body = await answer(endpoint_call(llm, whole, **names(i)))
+        return body, joined_text(await collected(chunks(endpoint_call(llm, streamed, **names(i)))))
 
     async def ask_all() -> list[Any]:
         slots = asyncio.Semaphore(8)
@@ -93,8 +93,8 @@ def test_a_chat_with_a_picture_is_that_of_the_engine(runner: asyncio.Runner, llm
 
     async def ask() -> Any:
         whole, streamed = (parsed(ChatCompletionRequest, asked | {"stream": on}) for on in (False, True))
-        body = await chat.answer(llm, whole, **names())
-        return body, joined_chat(await collected(chat.chunks(llm, streamed, **names())))
+        body = await answer(endpoint_call(llm, whole, **names()))
+        return body, joined_chat(await collected(chunks(endpoint_call(llm, streamed, **names()))))
 
     body, joined = runner.run(ask())
     with LLMEngine() as engine:
@@ -113,7 +113,7 @@ def test_options_of_the_template_keep_the_picture(runner: asyncio.Runner, llm: A
 
     async def ask() -> list[Any]:
         bodies = [parsed(ChatCompletionRequest, asked | extra) for extra in ({}, more)]
-        return [await chat.answer(llm, body, **names()) for body in bodies]
+        return [await answer(endpoint_call(llm, body, **names())) for body in bodies]
 
     plain, rendered = runner.run(ask())
     assert plain["choices"] == rendered["choices"]
@@ -127,14 +127,13 @@ def test_a_prompt_is_scored_as_its_own_continuation(runner: asyncio.Runner, llm:
 
     async def ask() -> tuple[Any, Any]:
         ids = (await tokenize(llm, parsed(TokenizeRequest, {"prompt": "where is the red circle"})))["tokens"]
-        output = await completions.answer(
-            llm, parsed(CompletionRequest, base | {"prompt": ids, "max_tokens": 6}), **names()
+        output = await answer(
+            endpoint_call(llm, parsed(CompletionRequest, base | {"prompt": ids, "max_tokens": 6}), **names())
         )
         generated = [output async for output in llm.generate(ids, SamplingParams(max_tokens=6, ignore_eos=True))][-1]
         whole = [*ids, *generated.token_ids]
-        scored = await completions.answer(
-            llm, parsed(CompletionRequest, base | {"prompt": whole, "max_tokens": 0, "echo": True}), **names()
-        )
+        scoring = parsed(CompletionRequest, base | {"prompt": whole, "max_tokens": 0, "echo": True})
+        scored = await answer(endpoint_call(llm, scoring, **names()))
         return output["choices"][0]["logprobs"], scored["choices"][0]["logprobs"]
 
     output, scored = runner.run(ask())
