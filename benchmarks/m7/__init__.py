@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.engines import SEEING_MODEL
 from benchmarks.lesson import Lesson, Parts, Row, Size
 
 
@@ -28,4 +29,4 @@ def is_fine(parts: Mapping[str, Any]) -> bool:
     return all(part["complete"] for part in parts.values())
 
 
-LESSON = Lesson("m7_serving", parts, is_fine=is_fine)
+LESSON = Lesson("m7_serving", parts, model=SEEING_MODEL, is_fine=is_fine)
