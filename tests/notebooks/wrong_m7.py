@@ -16,6 +16,7 @@ changed = LESSON.solution("Front")
 ABORT, FORGET = "            self.abort(rid)\n", "            self.mailboxes.pop(rid, None)"
 UNLESS_ENDED = "if rid in self.mailboxes:\n            self.engine"
 ONLY_CANCELLED = f"except __import__('asyncio').CancelledError:\n{ABORT}{FORGET}\n            raise"
+UNLESS_EXHAUSTED = "            rid = None\n        finally:\n            rid and self.engine.abort(rid)\n"
 LATER = "            __import__('asyncio').get_running_loop().call_later(2, self.abort, rid)\n"
 WRONG["m7.zombie"] = [
     (LESSON.defined("Front", {"Mailbox": Mailbox}), "computes the rest of her answer for nobody"),
@@ -29,6 +30,7 @@ WRONG["m7.zombie"] = [
         "he still reads",
     ),
     (changed(ABORT, ABORT * 2), "aborted twice"),
+    (changed(f"        finally:\n{ABORT}", UNLESS_EXHAUSTED), "has ended, and then it is aborted"),
 ]
 RIGHT: RightAnswers = [
     (
