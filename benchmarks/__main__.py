@@ -29,7 +29,7 @@ COMMANDS = {
     "m6": Command("m6", "pictures: first tokens, the vision tower, gaps, steps beside m5's, reading", "4 min"),
     "m6_pd": Command("m6_pd", "prefill and decode apart: bytes, bandwidth, overhead, gaps, the roofline", "5 min"),
     "m6_overlap": Command("m6_overlap", "overlapped steps against the normal order, the host's time hidden", "5 min"),
-    "m7": Command("m7", "streams through HTTP beside the engine alone, with two kinds of client", "5 min"),
+    "m7": Command("m7", "streams through HTTP beside the engine alone, slow readers, llama-server", "20 min"),
     "device": Command("device", "an 8B model on a GPU: bandwidth and arithmetic reached, graphs, overlap", "6 min"),
     "busy": Command("m3.busy", "m3 decoding beside a busy program, each side in its own process", "25 min"),
     "quantized": Command("m3.quantized", "linear layers: huge pages, weights of eight bits, their answers", "15 min"),

@@ -109,7 +109,7 @@ async def serving(llm: AsyncLLM, **settings: Any) -> AsyncGenerator[Served, None
 STATIONS: tuple[tuple[Any, str, str], ...] = (
     (HttpProtocol, "data_received", "HTTP protocol: bytes of a client"),
     (Limits, "__call__", "limits: the size of the headers, the type of the body"),
-    (chat, "chunks", "route: the body is valid, and its model is served"),
+    (chat, "generation", "route: the body is valid, and its model is served"),
     (AsyncLLM, "generate_batch", "admission: fewer than max_requests are unfinished"),
     (InputProcessor, "process_request", "chat template, tokens, checks"),
     (Mailbox, "__init__", "a mailbox for the newest output"),

@@ -25,6 +25,9 @@ from benchmarks.timing import in_turns
 NUM_STREAMS = 16
 PROMPT_TOKENS = 32
 CLIENTS = ("raw", "openai")
+SERVER = ("-m", "m7_serving", "--port", "0")
+CLIENT = ("-m", "benchmarks.m7.sides")
+DUMMY = ("--dtype", "bfloat16", "--load-format", "dummy")
 
 
 class Process:
@@ -72,30 +75,32 @@ def large_model(folder: Path, *, quick: bool) -> Path:
     return folder
 
 
+def prompts(random: Random, number: int = NUM_STREAMS) -> list[list[int]]:
+    """Return prompts that no cache knows."""
+    return [[random.randrange(256, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
+
+
 def streams(model: Path | None, num_tokens: int, rounds: int) -> Row:
     """Measure all sides in turns. `num_tokens`: of each stream; `model`: None for the one that ships."""
     random = Random(SEED)
-    flags = [] if model is None else ["--model", str(model), "--dtype", "bfloat16", "--load-format", "dummy"]
+    flags = [] if model is None else ["--model", str(model), *DUMMY]
     settings = {} if model is None else {"model": str(model), "dtype": "bfloat16", "load_format": "dummy"}
-
-    def asked() -> list[list[int]]:
-        return [[random.randrange(256, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_STREAMS)]
 
     with ExitStack() as stack, LoadMeter() as meter:
         start = lambda *command: stack.enter_context(Process(*command))  # noqa: E731
-        server = start("-m", "m7_serving", "--port", "0", *flags)
+        server = start(*SERVER, *flags)
         url = server.line().split()[-1]
-        alone = start("-m", "benchmarks.m7.sides", "engine", json.dumps(settings))
-        clients = {name: start("-m", "benchmarks.m7.sides", name, url) for name in CLIENTS}
+        alone = start(*CLIENT, "engine", json.dumps(settings))
+        clients = {name: start(*CLIENT, name, url) for name in CLIENTS}
         watched = {"front": server.process.pid, "engine": engine_of(server.process.pid)}
 
         def through_http(client: Process) -> Row:
             before = {name: cpu_seconds(pid) for name, pid in watched.items()}
-            found = client.answer([asked(), num_tokens])
+            found = client.answer([prompts(random), num_tokens])
             found["cpu"] |= {name: cpu_seconds(pid) - before[name] for name, pid in watched.items()}
             return found
 
-        sides: dict[str, Any] = {"engine": lambda: alone.answer([asked(), num_tokens])}
+        sides: dict[str, Any] = {"engine": lambda: alone.answer([prompts(random), num_tokens])}
         sides |= {name: (lambda client=client: through_http(client)) for name, client in clients.items()}
         found = in_turns(sides, rounds=rounds)
     return {

@@ -1,4 +1,4 @@
-"""One side of the measurement, as a process: `engine SETTINGS`, `raw URL` or `openai URL`.
+"""One side of a measurement, as a process: `engine SETTINGS`, `raw URL`, `openai URL` or `slow URL`.
 
 It reads lines with prompts and a number of tokens, answers all prompts at once, and writes the times of all chunks.
 """
@@ -6,9 +6,13 @@ It reads lines with prompts and a number of tokens, answers all prompts at once,
 import asyncio
 import json
 import os
+import re
+import socket
 import sys
+import threading
 import time
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO
 
 from benchmarks import Row
 
@@ -42,16 +46,26 @@ def body_of(prompt: list[int], num_tokens: int) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
 
 
+def address_of(url: str) -> tuple[str, int]:
+    """Return the host and the port of a server on this machine."""
+    host, _, port = url.removeprefix("http://").partition("/")[0].partition(":")
+    return host, int(port)
+
+
+def posted(fields: dict[str, Any]) -> bytes:
+    """Return the bytes of a request."""
+    body = json.dumps(fields).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
 async def raw(url: str, prompts: Prompts, num_tokens: int) -> list[tuple[list[float], int]]:
     """Send requests by sockets, and look only for the end of each stream."""
-    host, _, port = url.removeprefix("http://").partition("/")[0].partition(":")
 
     async def stream(prompt: list[int]) -> tuple[list[float], int]:
-        fields = body_of(prompt, num_tokens) | {"ignore_eos": True, "stream_options": {"include_usage": True}}
-        body = json.dumps(fields).encode()
-        reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        reader, writer = await asyncio.open_connection(*address_of(url))
+        more = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        writer.write(posted(body_of(prompt, num_tokens) | more))
         times, data = [], b""
         while b"data: [DONE]" not in data:
             part = await reader.read(2**16)
@@ -60,8 +74,8 @@ async def raw(url: str, prompts: Prompts, num_tokens: int) -> list[tuple[list[fl
             times.append(time.perf_counter())
             data = data[-2000:] + part
         writer.close()
-        usage = json.loads(data[data.rindex(b'"usage":') + 8 :].partition(b"}}")[0] + b"}}")
-        return times[1:-1], usage["completion_tokens"]  # less the head and the end
+        number = re.findall(rb'"completion_tokens": ?(\d+)', data)[-1]
+        return times[1:-1], int(number)  # less the head and the end
 
     return await asyncio.gather(*map(stream, prompts))
 
@@ -85,10 +99,46 @@ async def official(url: str, prompts: Prompts, num_tokens: int) -> list[tuple[li
         return await asyncio.gather(*map(stream, prompts))
 
 
+def hold_streams(
+    url: str, prompts: Prompts, num_tokens: int, num_large: int, large_tokens: int
+) -> list[tuple[socket.socket, int]]:
+    """Send requests on sockets with a small buffer. Return each socket, and how many bytes to read at a time: of a
+    large answer so many that the server sees within its limit that they were read."""
+    opened = []
+    for number, prompt in enumerate(prompts):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(address_of(url))
+        large = {"logprobs": 20, "max_tokens": large_tokens} if number < num_large else {}
+        sock.sendall(posted(body_of(prompt, num_tokens) | {"ignore_eos": True} | large))
+        opened.append((sock, 256 if large else 1))
+    return opened
+
+
+def read_slowly(opened: list[tuple[socket.socket, int]]) -> None:
+    """Read a little of each stream every half second, until one ends."""
+    with suppress(ConnectionError):
+        while all(sock.recv(size) for sock, size in opened):
+            time.sleep(0.5)
+
+
+def slow(out: TextIO, url: str) -> None:
+    """Hold streams, and answer each line with whether all are still open."""
+    thread = None
+    for line in sys.stdin:
+        if thread is None:
+            thread = threading.Thread(target=read_slowly, args=[hold_streams(url, *json.loads(line))], daemon=True)
+            thread.start()
+        out.write(json.dumps({"holds": thread.is_alive()}) + "\n")
+        out.flush()
+
+
 def main() -> None:
     """Answer the lines of stdin."""
     out, (kind, where) = os.fdopen(os.dup(1), "w"), sys.argv[1:]
     os.dup2(2, 1)
+    if kind == "slow":
+        return slow(out, where)
     state: dict[str, Any] = {}
     for line in sys.stdin:
         prompts, num_tokens = json.loads(line)

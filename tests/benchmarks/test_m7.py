@@ -20,6 +20,17 @@ def test_a_quick_run_has_all_tokens_and_the_work_of_every_process(tmp_path, caps
     assert "[start:serving_embedded]" in shown and "[start:serving_random]" not in shown
 
 
+@pytest.mark.exhaustive
+def test_a_quick_run_beside_slow_readers_holds_them_to_its_end(tmp_path, capsys):
+    assert (
+        main(["m7", "--quick", "--only", "slow_readers,llama_server", "--rounds", "1", "--output", str(tmp_path)]) == 0
+    )
+    parts = json.loads((tmp_path / "quick" / "m7_serving.json").read_text("utf-8"))["parts"]
+    assert parts["slow_readers"]["complete"] and set(parts["slow_readers"]["p99"]) == {"alone", "beside"}
+    shown = capsys.readouterr().out
+    assert "beside 6 slow readers" in shown and "`llama-server` was not measured: " in shown
+
+
 def test_a_token_that_is_lost_is_an_exit_status():
     assert is_fine({"embedded": {"complete": True}})
     assert not is_fine({"embedded": {"complete": True}, "random_0_6b": {"complete": False}})

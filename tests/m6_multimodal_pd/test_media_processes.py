@@ -460,6 +460,7 @@ def test_an_engine_that_died_while_it_waited_says_so(
 # --- processes that end -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_an_image_whose_second_process_is_killed_ends_its_request(reading: Any, site: GatedSite) -> None:
     engine = reading()
     for rid, name in {"bad": "one", "good": "two"}.items():
@@ -476,6 +477,7 @@ def test_an_image_whose_second_process_is_killed_ends_its_request(reading: Any, 
     check_flushed(engine)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_was_killed_while_it_had_nothing_to_do_is_replaced(reading: Any, site: GatedSite) -> None:
     """That counts for no image: if the next process is killed, too, there is a third one."""
     engine = reading()
@@ -530,6 +532,7 @@ def test_a_process_that_sends_no_message_is_a_lost_one(
     assert engine.generate(showing(image(FILES["one"])), SHORT).error is None
 
 
+@pytest.mark.exhaustive
 def test_without_memory_for_a_message_its_request_ends(reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process has nothing to do with it, and reads the next image."""
     engine = reading()
@@ -565,6 +568,7 @@ def test_without_memory_for_its_settings_no_process_is_left(reading: Any, monkey
     assert all(process.returncode is not None for process in started) and not processes_of(engine)
 
 
+@pytest.mark.exhaustive
 def test_without_another_process_the_request_ends(reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = reading()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -583,6 +587,7 @@ def test_a_process_that_reads_too_long_is_a_lost_one(reading: Any, monkeypatch: 
     assert not engine.has_unfinished_requests() and not processes_of(engine)
 
 
+@pytest.mark.exhaustive
 def test_closing_ends_processes_in_the_middle_of_an_image(reading: Any, site: GatedSite) -> None:
     """One of them is stopped."""
     engine = reading(2)
@@ -595,6 +600,7 @@ def test_closing_ends_processes_in_the_middle_of_an_image(reading: Any, site: Ga
     assert [process.returncode for process in running] == [-9, -9]
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_is_dropped_ends_its_processes(seeing_directory: Path, site: GatedSite) -> None:
     limits = {"num_media_processes": 1, "allowed_url_schemes": ("http",)}
     engine: Any = LLMEngine(seeing_directory, **setting(multimodal=limits))

@@ -144,7 +144,7 @@ NEEDS = st.fixed_dictionaries(
 
 
 @pytest.mark.hypothesis
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_forced", FORCED, ids=FORCED.values())
 @pytest.mark.parametrize(("cache", "page_size"), PAGES)
 def test_overlapped_steps_answer_any_traffic_as_the_normal_loop_does(
