@@ -71,6 +71,28 @@ def test_a_front_that_is_killed_takes_its_engine_along() -> None:
         assert eventually(lambda: is_gone(pid), 5.0)
 
 
+def test_after_a_stop_of_the_front_requests_past_their_limit_end_and_the_others_go_on() -> None:
+    """The engine computes meanwhile, with many rows, so that the old requests are still there afterwards."""
+    with serving("--request-timeout", "6") as server, OpenAI(base_url=server.url, api_key="none") as client:
+        old_ask = chat(max_tokens=None, extra_body={"ignore_eos": True}, n=8, stream=True)
+        old = [iter(client.chat.completions.create(**old_ask)) for _ in range(4)]
+        began = time.monotonic()
+        assert all(next(stream) for stream in old)
+        time.sleep(4.0)
+        ask = chat(max_tokens=200, extra_body={"ignore_eos": True}, stream=True)
+        late = client.chat.completions.create(**ask, stream_options={"include_usage": True})
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        server.process.send_signal(signal.SIGCONT)
+        for stream in old:
+            with pytest.raises(openai.APIError, match="longer"):
+                list(stream)
+        assert 6 < time.monotonic() - began < 10
+        *_, last = late
+        assert last.usage is not None and last.usage.completion_tokens == 200
+        assert server.is_idle() and server.stop()[0] == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_a_running_request_finish(number: signal.Signals) -> None:
     with serving() as server, OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
