@@ -22,9 +22,9 @@ class Load:
     shared: int = 0
     """Number of tokens at the beginning that all prompts have, besides their own."""
     unit: str = "tok/s"
-    """`tok/s`: output tokens by the time of all; `tok/s after the first`: of the rest, less the time of the same
-    prompts with one token each; `prompt tok/s`: prompt tokens by the time to one token; `s to the first token`: of a
-    new process; `MiB`: its peak memory then."""
+    """`tok/s`: output tokens by the time of all; `tok/s after the first`: of one stream, the tokens after the first by
+    the time between the first and the last; `prompt tok/s`: prompt tokens by the time to one token; `s to the first
+    token`: of a new process; `MiB`: its peak memory then."""
     variants: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
     """By engine: settings of `sides.py` for this load, in place of the defaults; None: the engine is left out."""
 

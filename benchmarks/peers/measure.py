@@ -38,9 +38,10 @@ class Side:
         self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=self.errors, text=True)
         self._write(spec)
 
-    def answer(self, requests: Requests) -> Row:
-        """Answer requests. Raises `BenchmarkError` with the last line of its errors if it fails."""
-        self._write(dict(zip(("prompts", "outputs"), requests, strict=True)))
+    def answer(self, requests: Requests, *, stream: bool = False) -> Row:
+        """Answer requests; `stream`: one request, token by token. Raises `BenchmarkError` with the last line of its
+        errors if it fails."""
+        self._write(dict(zip(("prompts", "outputs"), requests, strict=True)) | {"stream": stream})
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -136,15 +137,11 @@ def _value(side: Side, load: Load, seed: int) -> tuple[float, list[list[int]]]:
     prompts, outputs = load.requests(seed)
     if load.model == "tiny":  # its run is so short that an engine which has slept would spend it waking up
         side.answer(load.requests(-seed))
-    found = side.answer((prompts, outputs))
-    seconds, number = found["seconds"], sum(outputs)
-    if load.unit == "prompt tok/s":
-        return sum(map(len, prompts)) / seconds, found["tokens"]
+    found = side.answer((prompts, outputs), stream=load.unit == AFTER_FIRST)
     if load.unit == AFTER_FIRST:
-        others, _ = load.requests(-seed)
-        seconds -= side.answer((others, [1] * len(outputs)))["seconds"]
-        number -= len(outputs)
-    return number / seconds, found["tokens"]
+        return (sum(outputs) - 1) / found["after_first"], found["tokens"]
+    number = sum(map(len, prompts)) if load.unit == "prompt tok/s" else sum(outputs)
+    return number / found["seconds"], found["tokens"]
 
 
 def _start(spec: Row, python: str, load: Load) -> tuple[float, list[list[int]]]:

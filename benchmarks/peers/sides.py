@@ -1,17 +1,23 @@
 """One engine in a process, as a peer's environment can run it: it imports this repository for `stepwise` only.
 
 It reads its specification, then requests, one line of JSON each, and answers each line with the seconds and the tokens.
+A line with `stream` has one request: its tokens come one by one, and the answer has the seconds after the first token.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 Prompts = list[list[int]]
 Outputs = list[int]
+Put = Callable[[int], object]
+"""Called with each token of a stream when it is there."""
 
 
 class Stepwise:
@@ -31,7 +37,7 @@ class Stepwise:
         if "quantization" in spec:
             model["quantization"] = spec["quantization"]
         cache = {"kv_cache_dtype": spec["kv_cache_dtype"]} if "kv_cache_dtype" in spec else {}
-        self.params = package.SamplingParams
+        self.params = partial(package.SamplingParams, temperature=0, ignore_eos=True)
         self.engine = package.LLMEngine(
             model_config=package.ModelConfig(**model),
             cache_config=package.CacheConfig(max_total_tokens=spec["kv_tokens"], **cache),
@@ -39,11 +45,15 @@ class Stepwise:
         )
 
     def answer(self, prompts: Prompts, outputs: Outputs) -> Prompts:
-        params = [self.params(temperature=0, max_tokens=length, ignore_eos=True) for length in outputs]
+        params = [self.params(max_tokens=length) for length in outputs]
         return [
             list(each.outputs[0].token_ids)
             for each in self.engine.generate_batch(prompts, params, progress=False).values()
         ]
+
+    def stream(self, prompt: list[int], length: int, put: Put) -> None:
+        for output in self.engine.stream(prompt, self.params(max_tokens=length)):
+            put(output.outputs[0].token_ids[-1])
 
 
 class Transformers:
@@ -57,15 +67,28 @@ class Transformers:
         self.torch, dtype = torch, getattr(torch, spec["dtype"])
         self.model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype).eval()
 
-    def answer(self, prompts: Prompts, outputs: Outputs) -> Prompts:
+    def answer(self, prompts: Prompts, outputs: Outputs, streamer: Any = None) -> Prompts:
         longest = max(map(len, prompts))
         ids = self.torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = self.torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         length = max(outputs)
         found = self.model.generate(
-            ids, attention_mask=mask, max_new_tokens=length, min_new_tokens=length, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=mask,
+            max_new_tokens=length,
+            min_new_tokens=length,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=streamer,
         )
         return [row[longest : longest + length].tolist() for row, length in zip(found, outputs, strict=True)]
+
+    def stream(self, prompt: list[int], length: int, put: Put) -> None:
+        def put_new(tokens: Any) -> None:
+            if tokens.ndim == 1:  # the prompt, which comes first, has two dimensions
+                put(tokens.item())
+
+        self.answer([prompt], [length], SimpleNamespace(put=put_new, end=lambda: None))
 
 
 class LlamaCpp:
@@ -88,7 +111,7 @@ class LlamaCpp:
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
 
-    def answer(self, prompts: Prompts, outputs: Outputs) -> Prompts:
+    def answer(self, prompts: Prompts, outputs: Outputs, put: Put = lambda token: None) -> Prompts:
         memory = self.c.llama_get_memory(self.context)
         self.c.llama_memory_clear(memory, False)
         shared = self.prefix
@@ -106,6 +129,7 @@ class LlamaCpp:
         while newest:
             for number, token in newest.items():
                 answers[number].append(token)
+                put(token)
             newest = self._run(
                 [
                     (number, token, len(prompts[number]) + len(answers[number]) - 1, True)
@@ -114,6 +138,9 @@ class LlamaCpp:
                 ]
             )
         return answers
+
+    def stream(self, prompt: list[int], length: int, put: Put) -> None:
+        self.answer([prompt], [length], put)
 
     def _run(self, tokens: list[tuple[int, int, int, bool]]) -> dict[int, int]:
         """Compute (sequence, token, place, is it the last one); return the next token of each whose last one it is."""
@@ -141,7 +168,8 @@ class OpenVino:
         import openvino
         import openvino_genai
 
-        self.genai, self.tensor, self.np = openvino_genai, openvino.Tensor, np
+        self.config = partial(openvino_genai.GenerationConfig, ignore_eos=True, do_sample=False)
+        self.tensor = lambda prompt: openvino.Tensor(np.array([prompt], dtype=np.int64))
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.num_kv_blocks, scheduler.max_num_seqs = -(-spec["kv_tokens"] // 32), 64
         scheduler.enable_prefix_caching = self.shares = bool(spec["shared"])
@@ -151,13 +179,19 @@ class OpenVino:
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(spec["model"], scheduler, "CPU", properties)
 
     def answer(self, prompts: Prompts, outputs: Outputs) -> Prompts:
-        configs = [
-            self.genai.GenerationConfig(max_new_tokens=length, ignore_eos=True, do_sample=False) for length in outputs
-        ]
-        tensors = [self.tensor(self.np.array([prompt], dtype=self.np.int64)) for prompt in prompts]
+        configs = [self.config(max_new_tokens=length) for length in outputs]
+        tensors = [self.tensor(prompt) for prompt in prompts]
         if self.shares:  # a request finds only what was in the cache when it came
-            self.pipeline.generate(tensors[:1], [self.genai.GenerationConfig(max_new_tokens=1, do_sample=False)])
+            self.pipeline.generate(tensors[:1], [self.config(max_new_tokens=1)])
         return [list(each.m_generation_ids[0]) for each in self.pipeline.generate(tensors, configs)]
+
+    def stream(self, prompt: list[int], length: int, put: Put) -> None:
+        handle = self.pipeline.add_request(0, self.tensor(prompt), self.config(max_new_tokens=length))
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+            while handle.can_read():
+                for output in handle.read().values():
+                    put(output.generated_ids[-1])
 
 
 class VLLM:
@@ -169,7 +203,7 @@ class VLLM:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM, SamplingParams
 
-        self.params = SamplingParams
+        self.params = partial(SamplingParams, temperature=0, ignore_eos=True)
         self.engine = LLM(
             spec["model"],
             dtype=spec["dtype"],
@@ -180,9 +214,16 @@ class VLLM:
         )
 
     def answer(self, prompts: Prompts, outputs: Outputs) -> Prompts:
-        params = [self.params(temperature=0, max_tokens=length, ignore_eos=True) for length in outputs]
+        params = [self.params(max_tokens=length) for length in outputs]
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [list(each.outputs[0].token_ids) for each in self.engine.generate(given, params, use_tqdm=False)]
+
+    def stream(self, prompt: list[int], length: int, put: Put) -> None:
+        engine = self.engine.llm_engine
+        engine.add_request("0", {"prompt_token_ids": prompt}, self.params(max_tokens=length))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                put(output.outputs[0].token_ids[-1])
 
 
 SIDES = {
@@ -192,6 +233,19 @@ SIDES = {
     "openvino": OpenVino,
     "vllm": VLLM,
 }
+
+
+def streamed(engine: Any, prompt: list[int], length: int) -> dict[str, Any]:
+    """Stream an answer; return its tokens, and the seconds between the first and the last of them."""
+    tokens: list[int] = []
+    times: list[float] = []
+
+    def put(token: int) -> None:
+        times.append(time.perf_counter())
+        tokens.append(token)
+
+    engine.stream(prompt, length, put)
+    return {"tokens": [tokens], "after_first": times[-1] - times[0]}
 
 
 def peak_mib() -> float:
@@ -209,9 +263,13 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         began = time.perf_counter()
-        tokens = engine.answer(request["prompts"], request["outputs"])
-        seconds = time.perf_counter() - began
-        answers.write(json.dumps({"seconds": seconds, "tokens": tokens, "peak_mib": peak_mib()}) + "\n")
+        if request["stream"]:
+            [prompt], [length] = request["prompts"], request["outputs"]
+            found = streamed(engine, prompt, length)
+        else:
+            found = {"tokens": engine.answer(request["prompts"], request["outputs"])}
+        found |= {"seconds": time.perf_counter() - began, "peak_mib": peak_mib()}
+        answers.write(json.dumps(found) + "\n")
         answers.flush()
 
 

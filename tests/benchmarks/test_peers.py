@@ -3,10 +3,12 @@
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import HERE, BenchmarkError
 from benchmarks.__main__ import main
@@ -15,6 +17,7 @@ from benchmarks.machine import environment
 from benchmarks.peers import add_earlier, measure, models
 from benchmarks.peers.loads import INT8_KV, INT8_WEIGHTS, LOADS, Load
 from benchmarks.peers.measure import Side, share_in_common, specs_of, versions_of
+from benchmarks.peers.sides import SIDES, streamed
 from benchmarks.report import plain
 
 PYTHONS = {"llama-cpp": "llama/bin/python", "openvino": "ov/bin/python"}
@@ -30,6 +33,17 @@ def test_no_round_repeats_a_prompt_and_all_engines_get_the_same() -> None:
 
 def test_tokens_are_compared_up_to_the_first_that_differs() -> None:
     assert share_in_common([[1, 2, 3, 4], [5]], [[1, 2, 9, 4], [5]]) == 3 / 5
+
+
+@pytest.mark.parametrize("engine", ["stepwise", "transformers"])
+def test_a_stream_has_the_tokens_of_an_answer_and_the_time_after_the_first(tmp_path: Path, engine: str) -> None:
+    load = Load("tiny", prompts=(9, 9), outputs=(5, 5))
+    side = SIDES[engine](specs_of(load, tmp_path, {}, torch.get_num_threads())[engine])
+    prompts, outputs = load.requests(1)
+    began = time.perf_counter()
+    found = streamed(side, prompts[0], outputs[0])
+    assert 0 < found["after_first"] < time.perf_counter() - began
+    assert found["tokens"] == side.answer(prompts, outputs) and len(found["tokens"][0]) == 5
 
 
 def test_an_engine_that_cannot_start_is_named() -> None:
