@@ -7,6 +7,7 @@ minutes, for example from the source of llama-cpp-python:
     cmake --build build --target llama-server --parallel
 """
 
+import os
 import re
 import shutil
 import socket
@@ -19,10 +20,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 from benchmarks import BenchmarkError, Row
 from benchmarks.lesson import SEED
-from benchmarks.m7.measures import CLIENT, NUM_STREAMS, PROMPT_TOKENS, SERVER, Process, gaps_of, prompts
+from benchmarks.m7.measures import CLIENT, NUM_STREAMS, PROMPT_TOKENS, SERVER, Process, gaps_of, prompts, with_words
 from benchmarks.machine import LoadMeter
 from benchmarks.peers.models import model_path
 from benchmarks.timing import in_turns
@@ -39,8 +41,11 @@ def beside_llama_server(folder: Path, num_tokens: int, rounds: int, *, threads: 
         theirs = model_path(folder, "0.6B", "llama-cpp", None, sys.executable)
     except subprocess.CalledProcessError as error:
         return {"complete": True, "reason": f"the model cannot be written as GGUF: {error}"}
-    ours, random = model_path(folder, "0.6B", "stepwise", None, sys.executable), Random(SEED)
+    random = Random(SEED)
     with ExitStack() as stack, LoadMeter() as meter:
+        own = Path(stack.enter_context(TemporaryDirectory())) / "0.6B"
+        written = model_path(folder, "0.6B", "stepwise", None, sys.executable).absolute()
+        ours = with_words(Path(shutil.copytree(written, own, copy_function=os.symlink)))
         start = lambda *command: stack.enter_context(Process(*command))  # noqa: E731
         server = start(*SERVER, "--model", str(ours), "--dtype", "bfloat16", "--threads", str(threads))
         length = NUM_STREAMS * (PROMPT_TOKENS + num_tokens + 16)

@@ -63,14 +63,19 @@ class Process:
 
 
 def large_model(folder: Path, *, quick: bool) -> Path:
-    """Write a model in the shape of Qwen3-0.6B, whose weights are drawn when it is loaded. Each of its tokens is a
-    word: a token without text would give no chunk. `quick`: with two layers."""
+    """Write a model in the shape of Qwen3-0.6B, whose weights are drawn when it is loaded. `quick`: with two layers."""
     random_model(folder, **({"num_hidden_layers": 2} if quick else {}))
+    return with_words(folder)
+
+
+def with_words(folder: Path) -> Path:
+    """Make a word of each token of a large model that its tokenizer lacks: one without text would give no chunk."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     taken = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]
     more = range(max(taken) + 1, SHAPE_0_6B["vocab_size"])  # type: ignore[call-overload]
     tokenizer["model"]["vocab"] |= {f"\u0120word{number}": number for number in more}
+    path.unlink()  # it may be a link
     path.write_text(json.dumps(tokenizer), encoding="utf-8")
     return folder
 

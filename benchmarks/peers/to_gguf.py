@@ -1,6 +1,6 @@
 """Write a Qwen3 checkpoint as GGUF: `python to_gguf.py DIRECTORY FILE f32|bf16|q8_0`, in llama.cpp's environment.
 
-Prompts are token ids, so that it has no vocabulary.
+Its vocabulary is for texts of answers alone: tokens that the tokenizer lacks are words, and prompts are token ids.
 """
 
 import json
@@ -36,6 +36,17 @@ def name_of(name: str) -> str:
     return f"blk.{index}.{LAYER[rest]}.weight"
 
 
+def add_vocabulary(writer: gguf.GGUFWriter, directory: Path, size: int) -> None:
+    """Write the tokens of the tokenizer, and words up to the size of the model's vocabulary."""
+    tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    names = {number: name for name, number in (tokenizer["model"]["vocab"] | added).items()}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([names.get(number, f"\u0120word{number}") for number in range(size)])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+
+
 def main(directory: Path, path: Path, precision: str) -> None:
     """Write the file."""
     config = json.loads((directory / "config.json").read_text())
@@ -51,8 +62,8 @@ def main(directory: Path, path: Path, precision: str) -> None:
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
-    writer.add_tokenizer_model("none")
     writer.add_vocab_size(config["vocab_size"])
+    add_vocabulary(writer, directory, config["vocab_size"])
     for file in sorted(directory.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dictionary
