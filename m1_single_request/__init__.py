@@ -10,7 +10,7 @@ Read `llm_engine.py`, then `engine_core.py`, `scheduler.py`, `model_runner.py`, 
 of contents.
 """
 
-from m1_single_request import face
+from m1_single_request import _imports as _imports, face
 from m1_single_request.config import DEFAULT_MODEL, EngineConfig, ModelConfig
 from m1_single_request.face import *
 from m1_single_request.llm_engine import LLMEngine

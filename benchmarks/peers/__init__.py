@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     specs = {name: specs_of(LOADS[name], args.output / "models", pythons, args.threads) for name in chosen}
     for name in chosen:
         results["loads"][name] = measured(LOADS[name], specs[name], pythons, rounds=args.rounds)
+        results["loads"] = {each: results["loads"][each] for each in LOADS if each in results["loads"]}
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     text = plain(Path(__file__).parent / "table.md.jinja", results)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
