@@ -107,6 +107,7 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
     the end. Raises `OSError`."""
     if path.is_socket():
         with socket.socket(socket.AF_UNIX) as other:
+            other.setblocking(False)  # its server may accept nothing
             if other.connect_ex(str(path)) == errno.ECONNREFUSED:
                 path.unlink()
     with socket.socket(socket.AF_UNIX) as sock:
