@@ -79,6 +79,8 @@ async def serve(start: Callable[[], Awaitable[AsyncLLM]], config: ServerConfig, 
             await asyncio.wait([starting])
             return True
         async with starting.result() as llm:
+            with named_errors(config):  # two servers may bind one port, and one may listen
+                sock.listen()
             return await _serve(llm, sockets, config, ready, signals)
 
 
@@ -118,12 +120,20 @@ def bound_socket(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only if it is named
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also while connections of an earlier server linger
-    try:
+    with ExitStack() as stack, named_errors(config):
+        stack.enter_context(sock)
         sock.bind((config.host, config.port))
-    except OSError as error:
-        sock.close()
-        raise OSError(f"cannot listen at {config.host}, port {config.port}: {error.strerror}") from None
+        stack.pop_all()
     return sock
+
+
+@contextmanager
+def named_errors(config: ServerConfig) -> Iterator[None]:
+    """Add the address to an `OSError` of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot listen at {config.host}, port {config.port}: {error.strerror}") from None
 
 
 def url_of(config: ServerConfig, sock: socket.socket) -> str:
@@ -154,6 +164,7 @@ async def _drain(app: FastAPI, llm: AsyncLLM, server: Server, config: ServerConf
     """Reject new requests, and wait for the running ones and until their clients have read the answers: until the
     timeout, the second signal or the engine's end."""
     app.state.is_draining = True
+    llm.resume()  # what waits since a pause can end as well
     for connection in list(server.server_state.connections):
         connection.shutdown()
     is_done: Callable[[], bool] = lambda: not (llm.num_unfinished or server.server_state.connections)  # noqa: E731

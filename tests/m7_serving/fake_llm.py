@@ -69,6 +69,9 @@ class FakeLLM:
             self.ends.append(time.monotonic())
             self.end.set()
 
+    def resume(self) -> None:
+        """Nothing waits."""
+
     async def open(self, pause: Pause) -> None:
         """Wait for the test, or for the end of the engine."""
         tasks = [asyncio.ensure_future(pause()), asyncio.ensure_future(self._closing())]

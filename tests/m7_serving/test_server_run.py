@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ import pytest
 from m1_single_request.errors import ModelLoadError
 from m6_multimodal_pd.errors import EngineLostError
 from m7_serving.config import ServerConfig
-from m7_serving.server.run import serve
+from m7_serving.server.run import bound_socket, serve
 from tests.m7_serving.fake_llm import FakeLLM, at_once, never
 from tests.m7_serving.running import COMPLETION, answer_of, asynchronous, check_error, events_of, request, until
 
@@ -184,6 +185,23 @@ async def test_a_port_in_use_is_an_error_before_the_model_is_loaded() -> None:
         port = sock.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1, port {port}: Address already in use"):
             await serve(start, ServerConfig(port=port), print)
+
+
+@asynchronous
+async def test_of_two_servers_that_load_for_one_port_one_is_told(tmp_path: Path) -> None:
+    other: list[socket.socket] = []
+
+    async def start() -> FakeLLM:
+        other.append(bound_socket(config))
+        other[0].listen()
+        return FakeLLM()
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        config = ServerConfig(port=free.getsockname()[1], operator_socket=str(tmp_path / "a.sock"))
+    with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1, port {config.port}: Address already in use"):
+        await serve(start, config, print)  # type: ignore[arg-type]
+    other[0].close()
 
 
 @asynchronous
