@@ -56,10 +56,12 @@ async def updates(llm: AsyncLLM, is_draining: Callable[[], bool]) -> AsyncGenera
     reader = StatusReader()
     try:
         await llm.call(lambda core: core.tracer.attach(reader))
-        while not is_draining():
+        while True:
             stats = await llm.stats()
             rates = {"hit_rate": stats.hit_rate, "accept_length": stats.accept_length}
             yield {"time": time.perf_counter(), "stats": asdict(stats) | rates, "events": reader.take()}
+            if is_draining():  # later than the first update: an error, not a stream, would end the page
+                return
             await asyncio.sleep(INTERVAL_S)
     finally:
         with suppress(EngineError):  # the engine has ended

@@ -49,6 +49,15 @@ def test_the_page_gets_the_requests_and_the_totals_and_no_text(runner: asyncio.R
     assert {name for event in events for name in event} == shown, "numbers and names, and no text of a request"
 
 
+def test_a_page_that_is_opened_while_the_server_shuts_down_gets_one_update(
+    runner: asyncio.Runner, llm: AsyncLLM
+) -> None:
+    async def act() -> int:
+        return len([update async for update in updates(llm, lambda: True)])
+
+    assert runner.run(act()) == 1
+
+
 def test_without_a_viewer_nothing_is_traced(runner: asyncio.Runner, llm: AsyncLLM) -> None:
     async def readers() -> int:
         return await llm.call(lambda core: len(core.tracer.readers))
