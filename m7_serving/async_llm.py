@@ -33,6 +33,7 @@ from m1_single_request.errors import (
     ConfigError,
     DuplicateRequestError,
     EngineClosedError,
+    EngineUsageError,
     InvalidRequestError,
     PromptTooLongError,
     shown,
@@ -53,6 +54,8 @@ from m7_serving.mailbox import Mailbox
 
 T = TypeVar("T")
 ONE_ENGINE = DisaggregationConfig(both=1)
+END_S = 12.0
+"""Seconds for the end of the core thread; the engine processes have 10 of them."""
 PAUSE_S = 0.02
 """Seconds between two looks at what is unfinished."""
 
@@ -173,12 +176,15 @@ class AsyncLLM:
         return await asyncio.shield(self._reading)
 
     async def pause(self) -> None:
-        """Let new requests wait for `resume`; return when those that run have ended."""
+        """Let new requests wait for `resume`; return when those that run have ended. Raises `EngineUsageError` if
+        `resume` is called before."""
         self._may_start.clear()
         is_busy = True
         while is_busy or self._mailboxes:
             await asyncio.sleep(PAUSE_S)
             is_busy = await self.call(RouterCore.has_unfinished_requests)
+            if self._may_start.is_set():
+                raise EngineUsageError("new requests were started before the running ones had ended")
 
     def resume(self) -> None:
         """Start the requests that wait since `pause`."""
@@ -208,10 +214,14 @@ class AsyncLLM:
         return answer.result()
 
     async def close(self) -> None:
-        """End all engines; unfinished requests raise `EngineClosedError`. May be called twice."""
+        """End all engines; unfinished requests raise `EngineClosedError`. May be called twice.
+
+        Engines whose router hangs, in a call for weights that cannot be read for example, end with this process.
+        """
         self._end_all(EngineClosedError("the engine was closed"))
         self._thread.stop()
-        await asyncio.wait([self._thread.ended])  # it may hold an error
+        await asyncio.wait([self._thread.ended], timeout=END_S)  # it may hold an error
+        finish(self._thread.ended, None)  # if it hangs
         self._tokenizer.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:

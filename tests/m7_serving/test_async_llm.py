@@ -1,6 +1,7 @@
 """`AsyncLLM`: many readers of one engine, slow ones and such that go away, and errors that concern one of them."""
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import replace
@@ -22,6 +23,7 @@ from m7_serving import (
     RequestOutput,
     SamplingParams,
     ServerBusyError,
+    async_llm,
 )
 from tests.m7_serving.conftest import IN_PROCESS, is_idle
 
@@ -242,6 +244,26 @@ def test_a_closed_engine_ends_its_readers_with_an_error() -> None:
                 await call
         await llm.close()
         assert isinstance(llm.end_error, EngineClosedError) and not llm.is_serving
+
+    asyncio.run(ask())
+
+
+def test_a_core_thread_that_hangs_does_not_hold_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm, "END_S", 0.2)
+    has_begun, goes_on = threading.Event(), threading.Event()
+
+    async def ask() -> None:
+        llm = await AsyncLLM.start(disaggregation_config=IN_PROCESS)
+        hanging = asyncio.create_task(llm.call(lambda _: (has_begun.set(), goes_on.wait(30))))
+        while not has_begun.is_set():
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            await llm.close()
+            await llm.close()
+            with pytest.raises(EngineClosedError):
+                await hanging
+        goes_on.set()
+        llm._thread.join(30)
 
     asyncio.run(ask())
 
