@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +37,8 @@ class StepProfiler:
         try:
             str(path).encode()  # torch requires it
             path.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:  # it cannot be created, or the name is invalid
+            TemporaryFile(dir=path).close()
+        except (OSError, ValueError) as error:  # it cannot be created or written, or the name is invalid
             why = getattr(error, "strerror", None) or error
             raise ConfigError(f"profiles cannot be written to {shown_path(folder)}: {why}") from error
         self.settle()

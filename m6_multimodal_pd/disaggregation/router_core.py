@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from m1_single_request.engine_core import EngineCoreBase
-from m1_single_request.errors import ConfigError, EngineDeadError, EngineUsageError, shown
+from m1_single_request.errors import ConfigError, EngineDeadError, EngineUsageError, is_unicode, shown
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
 from m6_multimodal_pd.disaggregation.members import Member
 from m6_multimodal_pd.disaggregation.router import ON_JOINING, Router
@@ -169,8 +169,8 @@ class RouterCore(EngineCoreBase):
 
         Returns the engines that have received the call, and whether each has answered.
         """
-        if len(argument) > LONGEST_TEXT:
-            raise ConfigError(f"{verb}: {shown(argument)} is longer than {LONGEST_TEXT:,} characters")
+        if len(argument) > LONGEST_TEXT or not is_unicode(argument):
+            raise ConfigError(f"{verb}: {shown(argument)} must be valid text of at most {LONGEST_TEXT:,} characters")
         number, deadline = next(self._numbers), time.monotonic() + timeout_s
         asked = list(self.router.members.values())
         with self.changing():

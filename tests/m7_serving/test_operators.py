@@ -14,11 +14,12 @@ import httpx
 import pytest
 
 from m6_multimodal_pd.config import DEFAULT_MODEL
-from m7_serving import AsyncLLM, EngineClosedError, SamplingParams
+from m7_serving import AsyncLLM, ConfigError, EngineClosedError, SamplingParams
 from m7_serving.config import ServerConfig
 from m7_serving.server.operators import default_path, make_operators_app, unix_socket
 from tests.m7_serving.conftest import IN_PROCESS
-from tests.m7_serving.running import check_error, running
+from tests.m7_serving.fake_llm import FakeLLM
+from tests.m7_serving.running import COMPLETION, check_error, running
 from tests.m7_serving.test_server_run import serving
 
 SHORT, LONG = SamplingParams(max_tokens=8), SamplingParams(max_tokens=300, ignore_eos=True)
@@ -67,6 +68,38 @@ def test_a_pause_lets_running_requests_end_and_new_ones_wait(runner: asyncio.Run
     runner.run(act())
 
 
+def test_a_pause_that_is_ended_before_it_has_begun_is_an_error(runner: asyncio.Runner, llm: AsyncLLM) -> None:
+    async def act() -> None:
+        async with operator(llm) as client:
+            running = asyncio.create_task(text_of(llm, LONG))
+            while not (await llm.stats()).num_running:
+                await asyncio.sleep(0.01)
+            pausing = asyncio.create_task(client.post("/pause"))
+            await asyncio.sleep(0.05)
+            assert (await client.post("/continue")).status_code == 200
+            early = await pausing
+            check_error(early.status_code, early.json(), 409)
+            assert not running.done()
+            await running
+
+    runner.run(act())
+
+
+def test_a_server_that_shuts_down_answers_what_waits_since_a_pause(tmp_path: Path) -> None:
+    async def act() -> None:
+        llm: Any = FakeLLM()
+        resumed = asyncio.Event()
+        llm.admission, llm.resume = resumed.wait, resumed.set
+        async with serving(llm) as server, httpx.AsyncClient(base_url=server.url) as client:
+            waiting = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+            while not llm.num_unfinished:
+                await asyncio.sleep(0.01)
+            server.signal()
+            assert (await waiting).status_code == 200
+
+    asyncio.run(act())
+
+
 def test_a_client_that_leaves_during_a_pause_leaves_nothing(runner: asyncio.Runner, llm: AsyncLLM) -> None:
     async def act() -> None:
         await llm.pause()
@@ -111,9 +144,17 @@ def test_weights_are_replaced_between_requests(runner: asyncio.Runner, llm: Asyn
     runner.run(act())
 
 
+def test_a_text_that_cannot_be_sent_to_an_engine_is_an_error_of_the_call(runner: asyncio.Runner, llm: AsyncLLM) -> None:
+    for text in ("\ud800", "x" * 5000):
+        with pytest.raises(ConfigError, match="must be valid text of at most 4,096 characters"):
+            runner.run(llm.call(lambda core, text=text: core.call_all("start_profile", text)))  # type: ignore[misc]
+
+
 def test_a_profile_is_written(runner: asyncio.Runner, llm: AsyncLLM, tmp_path: Path) -> None:
     async def act() -> None:
         async with operator(llm) as client:
+            wrong = await client.post("/start_profile", json={"folder": "/proc"})  # not even root may
+            check_error(wrong.status_code, wrong.json(), 400)
             folder = {"folder": str(tmp_path / "profiles")}
             assert (await client.post("/start_profile", json=folder)).status_code == 200
             again = await client.post("/start_profile", json=folder)
@@ -201,6 +242,16 @@ def test_a_path_that_cannot_be_used_is_an_error_before_the_model_is_loaded(path:
 
     with pytest.raises(OSError, match="cannot listen at"):
         asyncio.run(serve(start, ServerConfig(port=0, operator_socket=path), print))
+
+
+def test_a_socket_whose_server_accepts_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "full.sock"
+    with socket.socket(socket.AF_UNIX) as stopped, socket.socket(socket.AF_UNIX) as waiting:
+        stopped.bind(str(path))
+        stopped.listen(0)
+        waiting.connect(str(path))
+        with pytest.raises(OSError, match="Address already in use"), unix_socket(path):
+            pass
 
 
 def test_the_mask_of_new_files_is_as_before(tmp_path: Path) -> None:
