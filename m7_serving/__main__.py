@@ -27,6 +27,7 @@ from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m7_serving import AsyncLLM, CacheConfig, SpeculativeConfig
 from m7_serving.config import ServerConfig
 
+STDERR = 2
 LIMITS = "max_requests max_connections max_header_bytes max_body_bytes"
 TIMES = "header_timeout_s=--header-timeout body_timeout_s=--body-timeout write_timeout_s=--write-timeout "
 TIMES += "keep_alive_timeout_s=--keep-alive-timeout request_timeout_s=--request-timeout "
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Serve with the configuration of the flags, until a signal. Raises `SystemExit` if the engines have ended."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass  # it was closed, and uvloop aborts when it closes a file with such a number
+    os.close(number)
     try:
         from uvicorn.loops.auto import auto_loop_factory
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -13,7 +15,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.m7_serving.servers import LIMIT_S, Server, chat, serving
+from tests.m7_serving.servers import LIMIT_S, ROOT, Server, chat, serving
 
 pytestmark = pytest.mark.exhaustive
 
@@ -114,3 +116,12 @@ def test_without_time_a_signal_ends_a_server_at_once() -> None:
         began = time.monotonic()
         assert server.stop()[0] == 0
         assert time.monotonic() - began < 4
+
+
+def test_a_server_without_a_standard_input_ends_like_any_other() -> None:
+    command = ["sh", "-c", 'exec "$0" -m m7_serving --port 0 <&-', sys.executable]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline().startswith("serving at ")
+        server.terminate()
+        assert server.communicate(timeout=LIMIT_S) == ("", "") and server.returncode == 0
