@@ -208,7 +208,7 @@ def _check_stored_types(name: str, keys: Collection[str]) -> None:
 
 def check_weight_files(name: str) -> None:
     """Raise `ModelLoadError` for a directory without weights in safetensors files."""
-    if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
+    if Path(name).is_dir() and not any(file.is_file() for file in Path(name).glob("*.safetensors")):
         raise ModelLoadError(
             f"{name} has no .safetensors file; only those are read: write them with transformers' save_pretrained"
         )

@@ -1,6 +1,7 @@
 """Requests, log-probabilities and errors as messages, and back: what another engine makes of them is the same."""
 
 import importlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,8 @@ for path in Path(__file__).parents[2].glob("m[1-6]_*/*errors.py"):
 
 
 def all_errors(kind: type[EngineError] = EngineError) -> set[type[EngineError]]:
-    """Every error of the milestones: of their modules of errors, and any other that was loaded."""
-    own = {kind} if kind.__module__.split(".")[0][:1] == "m" and kind.__module__[1:2].isdigit() else set()
+    """Every error of the milestones up to m6: of their modules of errors, and any other that was loaded."""
+    own = {kind} if re.match("m[1-6]_", kind.__module__) else set()
     return own.union(*map(all_errors, kind.__subclasses__()))
 
 

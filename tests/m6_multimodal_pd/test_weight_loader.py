@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -224,6 +225,11 @@ def config_of(**values: Any) -> Any:
     return lambda directory: edit_json(directory / "config.json", **values)
 
 
+def as_pipe(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+
+
 MISFITS: dict[str, tuple[Any, str]] = {
     "a tensor less": (lambda path: edit_weights(path, lambda each: each.pop(Q_PROJ)), f"lack {Q_PROJ}"),
     "a shape": (lambda path: edit_weights(path, lambda each: each.update({Q_PROJ: torch.zeros(3, 5)})), Q_PROJ),
@@ -233,6 +239,7 @@ MISFITS: dict[str, tuple[Any, str]] = {
     ),
     "a file that is cut off": (cut_off, "model.safetensors"),
     "no file": (lambda path: (path / "model.safetensors").unlink(), "no .safetensors file"),
+    "a pipe, which nobody writes": (as_pipe, "no .safetensors file"),
     "another output layer though it is tied": (
         lambda path: edit_weights(path, lambda each: each.update({"lm_head.weight": torch.zeros(4000, 64)})),
         "lm_head.weight",
