@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import replace
@@ -186,8 +187,11 @@ def test_an_id_in_use_is_rejected_and_its_request_goes_on(runner: asyncio.Runner
         assert [len(each.token_ids) for each in last.outputs] == [60, 60]
         async with aclosing(llm.generate("a", LONG, request_id="y")) as outputs:
             await anext(outputs)
+            held = asyncio.create_task(llm.call(lambda core: time.sleep(0.5)))
+            await asyncio.sleep(0.01)
         with pytest.raises(DuplicateRequestError, match="is in use"):
-            await read(llm, "b", request_id="y")  # its abort has not been executed
+            await read(llm, "b", request_id="y")  # its abort is behind the call that runs
+        await held
         assert await is_idle(llm)
         assert (await read(llm, "b", SamplingParams(max_tokens=2), request_id="y"))[-1].finished
 
