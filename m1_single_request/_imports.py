@@ -12,7 +12,8 @@ gc.disable()
 try:
     import m1_single_request.llm_engine  # noqa: F401
 finally:
-    gc.freeze()
-    gc.unfreeze()  # into the oldest generation
+    if not gc.get_freeze_count():  # else the program has frozen objects of its own
+        gc.freeze()
+        gc.unfreeze()  # into the oldest generation
     if is_enabled:
         gc.enable()

@@ -46,6 +46,7 @@ from m1_single_request.sampling_params import SamplingParams
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
+from m6_multimodal_pd.disaggregation.runtime.processes import END_TIMEOUT_S
 from m6_multimodal_pd.llm_engine import LLMEngine
 from m6_multimodal_pd.outputs import EngineStats
 from m7_serving.core_thread import CoreThread, fail, finish
@@ -54,8 +55,8 @@ from m7_serving.mailbox import Mailbox
 
 T = TypeVar("T")
 ONE_ENGINE = DisaggregationConfig(both=1)
-END_S = 12.0
-"""Seconds for the end of the core thread; the engine processes have 10 of them."""
+END_S = END_TIMEOUT_S + 2.0
+"""Seconds for the end of the core thread, of which the engine processes have most before they are killed."""
 PAUSE_S = 0.02
 """Seconds between two looks at what is unfinished."""
 

@@ -39,7 +39,8 @@ class ServerConfig:
     allowed_media_hosts: Sequence[str] = ()
     """Host from which an `image_url` may be fetched. May be repeated. Default: none, only `data:` URLs are read."""
     max_requests: PositiveInt = 256
-    """Maximum number of unfinished requests. More are rejected with status 503."""
+    """Maximum number of unfinished outputs, of which a request has `n` for each of its prompts. More are rejected with
+    status 503."""
     max_connections: PositiveInt = 512
     """Maximum number of open connections. Another one receives status 503 and is closed."""
     max_header_bytes: PositiveInt = 64 * 2**10

@@ -97,7 +97,10 @@ class CoreThread(threading.Thread):
             failure = error
         finally:
             self.is_serving = False
-            self.core.close()
+            try:
+                self.core.close()
+            except BaseException as error:
+                failure = failure or error
             tracer.close()
             self.post(*((finish, self.ended, None) if failure is None else (fail, self.ended, failure)))
 

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -24,10 +23,9 @@ from tempfile import TemporaryDirectory
 
 from benchmarks import BenchmarkError, Row
 from benchmarks.lesson import SEED
-from benchmarks.m7.measures import CLIENT, NUM_STREAMS, PROMPT_TOKENS, SERVER, Process, gaps_of, prompts, with_words
+from benchmarks.m7.measures import CLIENT, NUM_STREAMS, PROMPT_TOKENS, SERVER, Process, in_turns_of, row_of, with_words
 from benchmarks.machine import LoadMeter
 from benchmarks.peers.models import model_path
-from benchmarks.timing import in_turns
 
 START_S = 120.0
 
@@ -36,11 +34,11 @@ def beside_llama_server(folder: Path, num_tokens: int, rounds: int, *, threads: 
     """Measure both servers in turns with the raw client. `folder`: for the model, which is written once."""
     program = shutil.which("llama-server")
     if program is None:
-        return {"complete": True, "reason": "there is no llama-server on the PATH"}
+        return {"reason": "there is no llama-server on the PATH"}
     try:
         theirs = model_path(folder, "0.6B", "llama-cpp", None, sys.executable)
     except subprocess.CalledProcessError as error:
-        return {"complete": True, "reason": f"the model cannot be written as GGUF: {error}"}
+        return {"reason": f"the model cannot be written as GGUF: {error}"}
     random = Random(SEED)
     with ExitStack() as stack, LoadMeter() as meter:
         own = Path(stack.enter_context(TemporaryDirectory())) / "0.6B"
@@ -55,21 +53,9 @@ def beside_llama_server(folder: Path, num_tokens: int, rounds: int, *, threads: 
             "llama": stack.enter_context(running([program, "--model", str(theirs), *options])),
         }
         clients = {name: start(*CLIENT, "raw", url) for name, url in urls.items()}
-        sides = {
-            name: (lambda client=client: client.answer([prompts(random), num_tokens]))
-            for name, client in clients.items()
-        }
-        found = in_turns(sides, rounds=rounds)
+        found = in_turns_of(clients, random, num_tokens, rounds)
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stderr
-    return {
-        "num_tokens": num_tokens,
-        "streams": NUM_STREAMS,
-        "version": (re.findall(r"version: (\S+)", version) or ["unknown"])[0],
-        "complete": all(run["num_tokens"] == num_tokens * NUM_STREAMS for runs in found.values() for run in runs),
-        "seconds": {name: [run["seconds"] for run in runs] for name, runs in found.items()},
-        "gaps": {name: [statistics.median(gaps_of(run)) for run in runs] for name, runs in found.items()},
-        "load": meter.report(),
-    }
+    return row_of(found, num_tokens, meter) | {"version": (re.findall(r"version: (\S+)", version) or ["unknown"])[0]}
 
 
 @contextmanager
@@ -84,7 +70,7 @@ def running(command: list[str]) -> Iterator[str]:
         while True:
             time.sleep(0.5)
             try:
-                urllib.request.urlopen(f"{url}/health").close()
+                urllib.request.urlopen(f"{url}/health", timeout=START_S).close()
             except OSError as error:  # it is still loading
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise BenchmarkError(f"llama-server does not answer: {error}") from error

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -81,7 +82,7 @@ def with_words(folder: Path) -> Path:
 
 
 def prompts(random: Random, number: int = NUM_STREAMS) -> list[list[int]]:
-    """Return prompts that no cache knows."""
+    """Return prompts that are in no cache."""
     return [[random.randrange(256, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
 
 
@@ -108,13 +109,29 @@ def streams(model: Path | None, num_tokens: int, rounds: int) -> Row:
         sides: dict[str, Any] = {"engine": lambda: alone.answer([prompts(random), num_tokens])}
         sides |= {name: (lambda client=client: through_http(client)) for name, client in clients.items()}
         found = in_turns(sides, rounds=rounds)
+    cpu = {name: summed([run["cpu"] for run in runs]) for name, runs in found.items()}
+    return row_of(found, num_tokens, meter) | {"cpu": cpu}
+
+
+def in_turns_of(
+    clients: Mapping[str, Process], random: Random, num_tokens: int, rounds: int, *, number: int = NUM_STREAMS
+) -> dict[str, list[Row]]:
+    """Let clients that have the same kind take turns with `number` streams each; return the runs of each."""
+
+    def run(client: Process) -> Row:
+        return client.answer([prompts(random, number), num_tokens])
+
+    return in_turns({name: partial(run, client) for name, client in clients.items()}, rounds=rounds)
+
+
+def row_of(found: Mapping[str, list[Row]], num_tokens: int, meter: LoadMeter) -> Row:
+    """Return the numbers of sixteen streams of several sides."""
     return {
         "num_tokens": num_tokens,
         "streams": NUM_STREAMS,
         "complete": all(run["num_tokens"] == num_tokens * NUM_STREAMS for runs in found.values() for run in runs),
         "seconds": {name: [run["seconds"] for run in runs] for name, runs in found.items()},
         "gaps": {name: [statistics.median(gaps_of(run)) for run in runs] for name, runs in found.items()},
-        "cpu": {name: summed([run["cpu"] for run in runs]) for name, runs in found.items()},
         "load": meter.report(),
     }
 

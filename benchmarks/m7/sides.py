@@ -103,7 +103,7 @@ def hold_streams(
     url: str, prompts: Prompts, num_tokens: int, num_large: int, large_tokens: int
 ) -> list[tuple[socket.socket, int]]:
     """Send requests on sockets with a small buffer. Return each socket, and how many bytes to read at a time: of a
-    large answer so many that the server sees within its limit that they were read."""
+    large answer so many that the server finds within its time limit that some were read."""
     opened = []
     for number, prompt in enumerate(prompts):
         sock = socket.socket()

@@ -15,9 +15,9 @@ from random import Random
 
 from benchmarks import BenchmarkError, Row
 from benchmarks.lesson import SEED
-from benchmarks.m7.measures import CLIENT, DUMMY, SERVER, Process, gaps_of, prompts
+from benchmarks.m7.measures import CLIENT, DUMMY, SERVER, Process, gaps_of, in_turns_of, prompts
 from benchmarks.machine import LoadMeter
-from benchmarks.timing import in_turns, quantile
+from benchmarks.timing import quantile
 
 NUM_TOKENS = 16
 """Tokens of a slow reader's answer."""
@@ -35,11 +35,7 @@ def slow_readers(model: Path, num_tokens: int, rounds: int, *, number: int, larg
         slow.answer([prompts(random, number), NUM_TOKENS, *large])
         wait_until_idle(beside)
         clients = {"alone": start(*CLIENT, "raw", alone), "beside": start(*CLIENT, "raw", beside)}
-        sides = {
-            name: (lambda client=client: client.answer([prompts(random, 1), num_tokens]))
-            for name, client in clients.items()
-        }
-        found = in_turns(sides, rounds=rounds)
+        found = in_turns_of(clients, random, num_tokens, rounds, number=1)
         holds = slow.answer(None)["holds"]
     gaps = {name: [gap for run in runs for gap in gaps_of(run)] for name, runs in found.items()}
     return {
@@ -58,7 +54,8 @@ def wait_until_idle(url: str, timeout_s: float = 600.0) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         time.sleep(1.0)  # the first time, the requests are on their way
-        page = urllib.request.urlopen(url.removesuffix("/v1") + "/metrics").read().decode()
+        with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=timeout_s) as answer:
+            page = answer.read().decode()
         numbers = re.findall(r"^sglang:num_(?:running|queue)_reqs\{.*\} (\S+)$", page, re.MULTILINE)
         if not any(map(float, numbers)):
             return

@@ -26,9 +26,10 @@ async def generation(
 ) -> Generation:
     """Return the call of the engine that continues prompts. `model`: the name that is served.
 
-    Raises a subclass of `InvalidRequestError`.
+    Raises a subclass of `InvalidRequestError`, and the errors of `AsyncLLM.check_admissible`.
     """
     prompts: Sequence[str | list[int]] = request.prompt
+    llm.check_admissible(len(prompts) * request.n)
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
             check_model_len(prompt, llm.input_processor.max_model_len, f"cmpl-{request_id}")

@@ -52,7 +52,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     )
     app.state.is_draining = False
     app.include_router(model_routes(app, llm, config, metrics, name))
-    app.include_router(state_routes(app, llm, config, metrics, name))
+    app.include_router(state_routes(app, llm, metrics, name))
     if config.api_key:
         app.add_middleware(RequireKey, keys=config.api_key)
     app.add_middleware(Limits, config=config)  # the last one is the first that a request meets
@@ -106,9 +106,9 @@ def model_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
     return router
 
 
-def state_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Metrics, name: str) -> APIRouter:
+def state_routes(app: FastAPI, llm: AsyncLLM, metrics: Metrics, name: str) -> APIRouter:
     """Return the routes that show the state of the server."""
-    router, timeout_s = APIRouter(), config.request_timeout_s
+    router = APIRouter()
     model = {
         "id": name,
         "object": "model",
@@ -147,7 +147,7 @@ def state_routes(app: FastAPI, llm: AsyncLLM, config: ServerConfig, metrics: Met
     @router.get("/status/events", include_in_schema=False)
     async def stream_status() -> Response:
         """Return the events of that page."""
-        return StreamedResponse(status.updates(llm, lambda: app.state.is_draining), timeout_s)
+        return StreamedResponse(status.updates(llm, lambda: app.state.is_draining), timeout_s=None)
 
     @router.get("/version", response_model=None)
     async def read_version() -> dict[str, str]:

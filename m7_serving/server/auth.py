@@ -1,8 +1,7 @@
 """API keys: middleware that rejects requests without a valid one.
 
-Digests of keys are compared, in a time that depends on neither of them, and always with all keys. Keys guard the routes
-that run the model or its tokenizer, and `/v1/models`. `/health`, `/metrics` and `/status`, which load balancers,
-Prometheus and browsers read, are open. New in this milestone. vLLM: `AuthenticationMiddleware`; SGLang:
+Digests of keys are compared, in a time that depends on neither of them, and always with all keys. Keys guard every path
+but those of OPEN, which load balancers, Prometheus and browsers read: they run no model and have no text of a request. New in this milestone. vLLM: `AuthenticationMiddleware`; SGLang:
 `add_api_key_middleware`.
 """
 
@@ -14,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from m7_serving.server.error_shape import failure
 
-GUARDED = ("/v1", "/tokenize", "/detokenize")
+OPEN = {"/health", "/metrics", "/status", "/status/events", "/version", "/openapi.json", "/docs", "/redoc"}
 
 
 class RequireKey:
@@ -25,7 +24,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it."""
-        if scope["path"].startswith(GUARDED) and not self._is_valid(scope):
+        if scope["path"] not in OPEN and not self._is_valid(scope):
             message = "no valid API key was sent: the request needs the header `Authorization: Bearer KEY`"
             rejected = failure(401, message, {"WWW-Authenticate": "Bearer"}, code="invalid_api_key")
             await rejected.response(scope, receive, send)

@@ -1,14 +1,15 @@
 """Metrics in Prometheus' format, with SGLang's names.
 
-Gauges are read from the engine when the page is requested. Counters are about finished answers: those of tokens are the
-sums of their `usage`. Times to first tokens and gaps also contain requests that have failed or were aborted; a gap is
+Gauges, and the evicted tokens, are read from the engine when the page is requested. The other counters are about
+answers: those of tokens are the sums of the `usage` of finished ones. Requests that fail or are rejected are in no
+counter; the log and the access log have them. Times to first tokens and gaps also contain requests that have failed or were aborted; a gap is
 measured where the output is read, and ends later if the event loop is busy. The names have SGLang's prefix, so that its
 dashboards work. New in this milestone. SGLang: `metrics/collector.py`; vLLM: `v1/metrics/loggers.py`.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -26,23 +27,33 @@ MIN_INTERVAL_S = 1.0
 """Shortest time of which the throughput is the mean."""
 
 
+def used_tokens(stats: EngineStats) -> int:
+    """Return the number of tokens of the KV memory that running requests occupy."""
+    return stats.max_total_tokens - stats.available_size - stats.evictable_size
+
+
+GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_running_reqs": ("Requests that run", lambda stats: stats.num_running),
+    "num_queue_reqs": ("Requests that wait", lambda stats: stats.num_waiting),
+    "num_used_tokens": ("Tokens of the KV memory that running requests occupy", used_tokens),
+    "token_usage": (
+        "Share of the KV memory that running requests occupy",
+        lambda stats: used_tokens(stats) / (stats.max_total_tokens or 1),  # 0: no engine is there
+    ),
+    "cache_hit_rate": ("Cached tokens as a share of all tokens of admitted requests", lambda stats: stats.hit_rate),
+    "spec_accept_length": ("Tokens of a verification of drafts, on average", lambda stats: stats.accept_length),
+    "num_retracted_reqs": ("Retractions of running requests in all", lambda stats: stats.num_retractions),
+}
+"""What is read from the engine: a text for Prometheus, and the value."""
+
+
 class Metrics:
     """The metrics of a server, in a registry of their own."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._num_running = self._new(Gauge, "num_running_reqs", "Requests that run")
-        self._num_waiting = self._new(Gauge, "num_queue_reqs", "Requests that wait")
-        self._num_used_tokens = self._new(
-            Gauge, "num_used_tokens", "Tokens of the KV memory that running requests occupy"
-        )
-        self._token_usage = self._new(Gauge, "token_usage", "Share of the KV memory that running requests occupy")
-        self._hit_rate = self._new(
-            Gauge, "cache_hit_rate", "Cached tokens as a share of all tokens of admitted requests"
-        )
-        self._accept_length = self._new(Gauge, "spec_accept_length", "Tokens of a verification of drafts, on average")
-        self._num_retracted = self._new(Gauge, "num_retracted_reqs", "Retractions of running requests in all")
+        self._gauges = {name: self._new(Gauge, name, text) for name, (text, _) in GAUGES.items()}
         self._throughput = self._new(Gauge, "gen_throughput", "Output tokens per second since the last reading")
         self._prompt_tokens = self._new(Counter, "prompt_tokens", "Prompt tokens of answered requests")
         self._output_tokens = self._new(Counter, "generation_tokens", "Output tokens of answered requests")
@@ -64,14 +75,8 @@ class Metrics:
 
     def page(self, stats: EngineStats) -> bytes:
         """Return the page of all metrics; `stats` are the engine's now."""
-        used = stats.max_total_tokens - stats.available_size - stats.evictable_size
-        self._num_running.set(stats.num_running)
-        self._num_waiting.set(stats.num_waiting)
-        self._num_used_tokens.set(used)
-        self._token_usage.set(used / (stats.max_total_tokens or 1))  # 0: no engine is there
-        self._hit_rate.set(stats.hit_rate)
-        self._accept_length.set(stats.accept_length)
-        self._num_retracted.set(stats.num_retractions)
+        for name, (_, value_of) in GAUGES.items():
+            self._gauges[name].set(value_of(stats))
         self._evicted_tokens.inc(max(0, stats.num_evicted_tokens - self._num_evicted))
         self._num_evicted = stats.num_evicted_tokens
         now, (before, num_tokens) = time.monotonic(), self._reading

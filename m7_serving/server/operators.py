@@ -14,7 +14,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,7 +89,7 @@ def make_operators_app(llm: AsyncLLM) -> FastAPI:
 
     @app.post("/log_level")
     async def log_level(body: LogLevel) -> dict[str, Any]:
-        """Set the level of the server's log."""
+        """Set the level of the log of the front's process; the engines have logs of their own."""
         logging.getLogger().setLevel(body.level.upper())
         return {}
 
@@ -109,7 +109,8 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
         with socket.socket(socket.AF_UNIX) as other:
             other.setblocking(False)  # its server may accept nothing
             if other.connect_ex(str(path)) == errno.ECONNREFUSED:
-                path.unlink()
+                with suppress(OSError):  # of another user: `bind` names it
+                    path.unlink()
     with socket.socket(socket.AF_UNIX) as sock:
         mask = os.umask(0o177)
         try:
@@ -119,7 +120,10 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
             raise OSError(f"cannot listen at {path}: {error.strerror or error}") from None
         finally:
             os.umask(mask)
+        own = path.stat().st_ino
         try:
             yield sock
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # it is gone
+                if path.stat().st_ino == own:  # and no other server has put its own there
+                    path.unlink()

@@ -52,7 +52,8 @@ class StreamedResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, payloads: AsyncGenerator[dict[str, Any], None], timeout_s: float) -> None:
+    def __init__(self, payloads: AsyncGenerator[dict[str, Any], None], timeout_s: float | None) -> None:
+        """`timeout_s`: of the whole stream; None: it has no limit."""
         super().__init__(headers=EVENT_HEADERS)
         del self.headers["content-length"]  # which `Response` has set to 0
         self.payloads, self.timeout_s = payloads, timeout_s
@@ -62,7 +63,7 @@ class StreamedResponse(Response):
         await until_disconnect(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
-        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        deadline = None if self.timeout_s is None else asyncio.get_running_loop().time() + self.timeout_s
         async with aclosing(self.payloads) as payloads:
             async with asyncio.timeout_at(deadline):
                 payload = await anext(payloads)

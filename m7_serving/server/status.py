@@ -1,7 +1,6 @@
 """A page at /status that shows the server at work, fed by the trace: requests as lanes, queues, KV memory.
 
-A reader is attached to the trace of the router while a browser shows the page, so nobody pays for a page that nobody
-sees. The page gets numbers and names, and never the text of a request. New in this milestone. vLLM and SGLang leave
+A reader is attached to the trace of the router while a browser shows the page: without one the page costs nothing. The page gets numbers and names, and never the text of a request. New in this milestone. vLLM and SGLang leave
 this to Grafana.
 """
 
@@ -24,11 +23,9 @@ MOST_EVENTS = 10_000
 """Events that are kept for a browser that does not read; the oldest are dropped."""
 FIELDS = {
     "request_added": ("rid", "len"),
-    "request_routed": ("rid", "prefill", "decode", "attempt"),
+    "request_routed": ("rid", "decode"),
     "result": ("rid", "out_len"),
     "finish": ("rid", "reason", "out_len"),
-    "engine_joined": ("name",),
-    "engine_lost": ("name",),
 }
 """Kinds of events that the page shows, and their fields."""
 

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.m7 import is_fine
+from benchmarks.m7.llama_server import beside_llama_server
 from benchmarks.m7.measures import gaps_of
 
 
@@ -33,7 +34,13 @@ def test_a_quick_run_beside_slow_readers_holds_them_to_its_end(tmp_path, capsys)
 
 def test_a_token_that_is_lost_is_an_exit_status():
     assert is_fine({"embedded": {"complete": True}})
+    assert is_fine({"llama_server": {"reason": "there is none"}})
     assert not is_fine({"embedded": {"complete": True}, "random_0_6b": {"complete": False}})
+
+
+def test_without_llama_server_the_reason_is_the_result(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert beside_llama_server(tmp_path, 1, 1) == {"reason": "there is no llama-server on the PATH"}
 
 
 def test_gaps_are_those_within_a_stream():

@@ -186,7 +186,7 @@ def test_thousands_of_interrupts_change_no_answer_and_leave_nothing(
     variant: Variant, make_engine: MakeEngine, expected: Answers
 ) -> None:
     for every in (40, 400):
-        engine, num_sent = weather(lambda: make_engine(seats=SEATS, budget=6), expected, rounds=20, every=every)
+        engine, num_sent = weather(lambda: make_engine(seats=SEATS, budget=6), expected, rounds=12, every=every)
         assert num_sent > 100
         engine.step()
         variant.check_drained(engine)

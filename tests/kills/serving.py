@@ -27,8 +27,9 @@ from m6_multimodal_pd.disaggregation.runtime.shared_memory import remove_abandon
 from tests.m7_serving.servers import Server, chat
 from tests.m7_serving.test_kills import eventually, is_gone, status_of_health
 
-LIMITS_S = {"engine killed": 5.0, "engine stopped": 20.0}
-"""Until the streams of a lost engine end with an error. A stopped engine is found by its heartbeat, of 15 s."""
+LIMITS_S = {"engine killed": 5.0, "engine stopped": 20.0, "front killed": 5.0}
+"""Until the streams end with an error. A stopped engine is found by its heartbeat, of 15 s."""
+OF_THE_ENGINE, OF_THE_FRONT = ("engine killed", "engine stopped"), ("front killed", "front stopped")
 SERVES_AGAIN_S, LEFT_S = 60.0, 5.0
 NUM_CLIENTS, BLOWS = 4, 5
 ASKED = chat(max_tokens=24)
@@ -73,7 +74,7 @@ def text_of(server: Server) -> str:
 
 
 def blow(server: Server, kind: str, wanted: str) -> dict[str, float]:
-    """Kill or stop the engine while clients read; return the seconds until they know, and until the server answers."""
+    """Kill or stop the engine while clients read; return the seconds until their errors and its next answer."""
     (engine,), clients = server.engines(), Clients(server.url)
     began = time.monotonic()
     os.kill(engine, signal.SIGKILL if kind == "engine killed" else signal.SIGSTOP)
@@ -92,6 +93,7 @@ def end(server: Server, kind: str) -> dict[str, float]:
     if kind == "front killed":
         server.process.kill()
         found = {"error": clients.ended_after(began)}
+        assert found["error"] <= LIMITS_S[kind] and not clients.others, (found, clients.others)
         assert eventually(lambda: all(map(is_gone, engines)), LEFT_S), "a child is left"
         assert not remove_abandoned(), "shared memory is left"
         return found | {"left": time.monotonic() - began}
@@ -99,6 +101,7 @@ def end(server: Server, kind: str) -> dict[str, float]:
     time.sleep(5.0)
     server.process.send_signal(signal.SIGCONT)
     assert text_of(server), "it goes on"
+    assert not clients.errors and not clients.others, "no stream ends by the stop"
     found = {"serves": time.monotonic() - began}
     status, log = server.stop()
     assert status == 0 and "Traceback" not in log, log
@@ -122,9 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             wanted = text_of(server)
             for _ in range(min(BLOWS - 1, args.number - number - 1)):
-                kind = random.choice(list(LIMITS_S))
+                kind = random.choice(OF_THE_ENGINE)
                 found[kind].append(blow(server, kind, wanted))
-            kind = random.choice(["front killed", "front stopped"])
+            kind = random.choice(OF_THE_FRONT)
             found[kind].append(end(server, kind))
         finally:
             server.process.kill()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from m7_serving.server.auth import OPEN
 from tests.m7_serving.fake_llm import FakeLLM
 from tests.m7_serving.running import CHAT, COMPLETION, asynchronous, check_error, request, running
 
@@ -66,11 +67,28 @@ async def test_each_key_is_accepted(key: str, scheme: str) -> None:
         assert response.status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics", "/version", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/version", "/openapi.json", "/status", "/docs", "/redoc"])
 @asynchronous
 async def test_operators_need_no_key(path: str) -> None:
     async with running(api_key=KEYS) as server:
         assert (await server.get(path)).status_code == 200
+
+
+@asynchronous
+async def test_all_routes_but_those_without_a_model_are_guarded() -> None:
+    """A new route is guarded until it is named as open."""
+    async with running(api_key=KEYS) as server:
+        guarded = {route.path for route in server.app.routes} - OPEN
+        assert guarded == {
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/models",
+            "/v1/models/{model_id:path}",
+            "/tokenize",
+            "/detokenize",
+            "/docs/oauth2-redirect",
+        }
+        assert (await server.get("/unknown")).status_code == 401
 
 
 @asynchronous

@@ -1,19 +1,22 @@
 """The page /status: what it is sent, that it costs nothing without a viewer, and how a browser shows it."""
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from openai import OpenAI
 
 from m1_single_request.events import Abort
+from m1_single_request.output_events import Finish
 from m1_single_request.tracer import TraceRecord
 from m7_serving import AsyncLLM, SamplingParams
 from m7_serving.server.status import MOST_EVENTS, PAGE, StatusReader, updates
 from tests.m7_serving.browser import CHROMIUM, opened
+from tests.m7_serving.fake_llm import FakeLLM
 from tests.m7_serving.running import asynchronous, running
 from tests.m7_serving.servers import chat, serving
 from tests.m7_serving.test_kills import eventually
@@ -30,12 +33,10 @@ async def answer(llm: AsyncLLM, **fields: Any) -> None:
 
 def test_the_page_gets_the_requests_and_the_totals_and_no_text(runner: asyncio.Runner, llm: AsyncLLM) -> None:
     async def act() -> list[dict[str, Any]]:
-        found = []
         async with aclosing(updates(llm, lambda: False)) as stream:
             await anext(stream)
             await answer(llm, request_id="seen")
-            found = [await anext(stream), await anext(stream)]
-        return found
+            return [await anext(stream), await anext(stream)]
 
     sent = runner.run(act())
     events = [event for update in sent for event in update["events"]]
@@ -45,7 +46,7 @@ def test_the_page_gets_the_requests_and_the_totals_and_no_text(runner: asyncio.R
     assert events[-1]["out_len"] == 20 and events[-1]["reason"] == "length"
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
     assert sent[-1]["stats"]["max_total_tokens"] > 0 and "hit_rate" in sent[-1]["stats"]
-    shown = {"time", "kind", "rid", "len", "prefill", "decode", "attempt", "out_len", "reason"}
+    shown = {"time", "kind", "rid", "len", "decode", "out_len", "reason"}
     assert {name for event in events for name in event} == shown, "numbers and names, and no text of a request"
 
 
@@ -73,10 +74,26 @@ def test_without_a_viewer_nothing_is_traced(runner: asyncio.Runner, llm: AsyncLL
 
 
 def test_a_viewer_that_reads_nothing_costs_little_memory() -> None:
-    reader = StatusReader()
+    reader, event = StatusReader(), Finish(rid="a", reason="stop", matched=None, why="", out_len=1)
     for number in range(MOST_EVENTS + 5):
-        reader.read(TraceRecord(0, float(number), Abort(rid="a", state="running")))
-    assert reader.take() == [], "a kind that the page does not show"
+        reader.read(TraceRecord(0, float(number), event))
+    assert [event["time"] for event in reader.take()] == [float(number) for number in range(5, MOST_EVENTS + 5)]
+
+
+def test_a_kind_that_the_page_does_not_show_is_not_kept() -> None:
+    reader = StatusReader()
+    reader.read(TraceRecord(0, 1.0, Abort(rid="a", state="running")))
+    assert reader.take() == []
+
+
+def test_the_events_of_the_page_are_a_stream_of_the_server(runner: asyncio.Runner, llm: AsyncLLM) -> None:
+    async def act() -> list[Any]:
+        async with running(cast(FakeLLM, llm)) as server:
+            server.app.state.is_draining = True  # so that it ends by itself
+            return (await server.get("/status/events")).text.splitlines()
+
+    first, *_, last = filter(None, runner.run(act()))
+    assert json.loads(first.removeprefix("data: "))["stats"] and last == "data: [DONE]"
 
 
 @asynchronous
