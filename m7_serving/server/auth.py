@@ -1,8 +1,8 @@
 """API keys: middleware that rejects requests without a valid one.
 
 Digests of keys are compared, in a time that depends on neither of them, and always with all keys. Keys guard every path
-but those of OPEN, which load balancers, Prometheus and browsers read: they run no model and have no text of a request. New in this milestone. vLLM: `AuthenticationMiddleware`; SGLang:
-`add_api_key_middleware`.
+but those of OPEN, which load balancers, Prometheus and browsers read: they run no model and have no text of a request.
+New in this milestone. vLLM: `AuthenticationMiddleware`; SGLang: `add_api_key_middleware`.
 """
 
 import hashlib

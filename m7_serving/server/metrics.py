@@ -2,9 +2,10 @@
 
 Gauges, and the evicted tokens, are read from the engine when the page is requested. The other counters are about
 answers: those of tokens are the sums of the `usage` of finished ones. Requests that fail or are rejected are in no
-counter; the log and the access log have them. Times to first tokens and gaps also contain requests that have failed or were aborted; a gap is
-measured where the output is read, and ends later if the event loop is busy. The names have SGLang's prefix, so that its
-dashboards work. New in this milestone. SGLang: `metrics/collector.py`; vLLM: `v1/metrics/loggers.py`.
+counter; the log and the access log have them. Times to first tokens and gaps also contain requests that have failed or
+were aborted; a gap is measured where the output is read, and ends later if the event loop is busy. The names have
+SGLang's prefix, so that its dashboards work. New in this milestone. SGLang: `metrics/collector.py`; vLLM:
+`v1/metrics/loggers.py`.
 """
 
 import asyncio

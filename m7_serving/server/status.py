@@ -1,7 +1,8 @@
 """A page at /status that shows the server at work, fed by the trace: requests as lanes, queues, KV memory.
 
-A reader is attached to the trace of the router while a browser shows the page: without one the page costs nothing. The page gets numbers and names, and never the text of a request. New in this milestone. vLLM and SGLang leave
-this to Grafana.
+A reader is attached to the trace of the router while a browser shows the page: without one the page costs nothing. The
+page gets numbers and names, and never the text of a request. New in this milestone. vLLM and SGLang leave this to
+Grafana.
 """
 
 import asyncio
