@@ -19,7 +19,7 @@ def parts(size: Size) -> Parts:
             return measure(measures.large_model(Path(folder) / "0.6B", quick=size.quick))
 
     def beside_slow_readers(model: Path) -> Row:
-        number, large = (6, (1, 100)) if size.quick else (100, (4, 2500))
+        number, large = (6, (1, 20)) if size.quick else (100, (2, 900))
         return slow_readers.slow_readers(model, 8 if size.quick else 64, size.rounds, number=number, large=large)
 
     def beside_llama_server() -> Row:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from benchmarks import Row
 
 Prompts = list[list[int]]
+OK = b"HTTP/1.1 200"
 
 
 def engine(settings: Row, prompts: Prompts, num_tokens: int, state: dict[str, Any]) -> tuple[list[list[float]], int]:
@@ -102,16 +103,22 @@ async def official(url: str, prompts: Prompts, num_tokens: int) -> list[tuple[li
 def hold_streams(
     url: str, prompts: Prompts, num_tokens: int, num_large: int, large_tokens: int
 ) -> list[tuple[socket.socket, int]]:
-    """Send requests on sockets with a small buffer. Return each socket, and how many bytes to read at a time: of a
-    large answer so many that the server finds within its time limit that some were read."""
+    """Send requests on sockets with a small buffer, and read that each is answered. A large answer has eight outputs.
+
+    Returns each socket, and how many bytes to read at a time: of a large answer so many that the server finds within
+    its time limit that some were read. Raises `ConnectionError` if a request is rejected.
+    """
     opened = []
     for number, prompt in enumerate(prompts):
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(address_of(url))
-        large = {"logprobs": 20, "max_tokens": large_tokens} if number < num_large else {}
+        large = {"logprobs": 20, "max_tokens": large_tokens, "n": 8} if number < num_large else {}
         sock.sendall(posted(body_of(prompt, num_tokens) | {"ignore_eos": True} | large))
         opened.append((sock, 256 if large else 1))
+    for sock, _ in opened:
+        if (head := sock.recv(len(OK), socket.MSG_WAITALL)) != OK:
+            raise ConnectionError(f"the server answers {head!r}")
     return opened
 
 

@@ -24,8 +24,8 @@ NUM_TOKENS = 16
 
 
 def slow_readers(model: Path, num_tokens: int, rounds: int, *, number: int, large: tuple[int, int]) -> Row:
-    """Measure the gaps of one stream in turns. `number`: of slow readers; `large`: number and tokens of the answers
-    that fill all buffers, with 20 log-probabilities of each token."""
+    """Measure the gaps of one stream in turns. `number`: of slow readers; `large`: number of answers that fill all
+    buffers, and tokens of each of their eight outputs, with 20 log-probabilities of each token."""
     random = Random(SEED)
     with ExitStack() as stack, LoadMeter() as meter:
         start = lambda *command: stack.enter_context(Process(*command))  # noqa: E731

@@ -22,7 +22,6 @@ def as_before() -> Iterator[None]:
 def test_the_collector_is_as_the_program_has_set_it(is_enabled: bool, is_frozen: bool) -> None:
     gc.enable() if is_enabled else gc.disable()
     gc.freeze() if is_frozen else gc.unfreeze()
-    before = gc.get_freeze_count()
     importlib.reload(_imports)
     assert gc.isenabled() is is_enabled
-    assert gc.get_freeze_count() == before
+    assert (gc.get_freeze_count() > 0) is is_frozen

@@ -69,6 +69,9 @@ class FakeLLM:
             self.ends.append(time.monotonic())
             self.end.set()
 
+    def check_admissible(self, num_outputs: int) -> None:
+        """Everything may come."""
+
     def resume(self) -> None:
         """Nothing waits."""
 

@@ -19,7 +19,7 @@ from m7_serving.config import ServerConfig
 from m7_serving.server.operators import default_path, make_operators_app, unix_socket
 from tests.m7_serving.conftest import IN_PROCESS
 from tests.m7_serving.fake_llm import FakeLLM
-from tests.m7_serving.running import COMPLETION, check_error, running
+from tests.m7_serving.running import COMPLETION, asynchronous, check_error, running
 from tests.m7_serving.test_server_run import serving
 
 SHORT, LONG = SamplingParams(max_tokens=8), SamplingParams(max_tokens=300, ignore_eos=True)
@@ -85,19 +85,17 @@ def test_a_pause_that_is_ended_before_it_has_begun_is_an_error(runner: asyncio.R
     runner.run(act())
 
 
-def test_a_server_that_shuts_down_answers_what_waits_since_a_pause(tmp_path: Path) -> None:
-    async def act() -> None:
-        llm: Any = FakeLLM()
-        resumed = asyncio.Event()
-        llm.admission, llm.resume = resumed.wait, resumed.set
-        async with serving(llm) as server, httpx.AsyncClient(base_url=server.url) as client:
-            waiting = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
-            while not llm.num_unfinished:
-                await asyncio.sleep(0.01)
-            server.signal()
-            assert (await waiting).status_code == 200
-
-    asyncio.run(act())
+@asynchronous
+async def test_a_server_that_shuts_down_answers_what_waits_since_a_pause() -> None:
+    llm: Any = FakeLLM()
+    resumed = asyncio.Event()
+    llm.admission, llm.resume = resumed.wait, resumed.set
+    async with serving(llm) as server, httpx.AsyncClient(base_url=server.url) as client:
+        waiting = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+        while not llm.num_unfinished:
+            await asyncio.sleep(0.01)
+        server.signal()
+        assert (await waiting).status_code == 200
 
 
 def test_a_client_that_leaves_during_a_pause_leaves_nothing(runner: asyncio.Runner, llm: AsyncLLM) -> None:
