@@ -82,7 +82,7 @@ async def test_all_routes_but_those_without_a_model_are_guarded() -> None:
             "/v1/chat/completions",
             "/v1/completions",
             "/v1/models",
-            "/v1/models/{model_id:path}",
+            "/v1/models/{model_id}",
             "/tokenize",
             "/detokenize",
         }
