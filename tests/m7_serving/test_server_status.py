@@ -117,8 +117,8 @@ def test_a_browser_shows_lanes(tmp_path: Path) -> None:
             stream = client.chat.completions.create(**asked, stream=True)
             next(iter(stream))
             stream.close()
-            assert eventually(lambda: page.value("canvas.dataset.requests") == "12")
             assert eventually(lambda: page.value("find('tiles').firstChild.textContent") == "4running")
+            assert eventually(lambda: page.value("canvas.dataset.requests") == "12")  # lanes stay for 30 s
             (tmp_path / "page.png").write_bytes(page.picture())
             for each in answers:
                 assert each.result().usage.completion_tokens == 1000
