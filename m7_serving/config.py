@@ -27,9 +27,9 @@ class ServerConfig:
     port: Port = 8000
     """Port at which the server listens. 0: any free one."""
     api_key: Sequence[str] = field(default=(), repr=False)
-    """Key that /v1/..., /tokenize and /detokenize require, as a bearer token. May be repeated: each of the keys is
-    valid. Other users of the machine can read a command line, but not the variable STEPWISE_API_KEY, which is the
-    default."""
+    """Key that a request must have as its bearer token, unless it only reads the state of the server or the description
+    of its API. May be repeated: each of the keys is valid. Other users of the machine can read a command line, but not
+    the variable STEPWISE_API_KEY, which is the default."""
     served_model_name: str | None = None
     """Name of the model in requests and answers. Default: tiny-qwen3-vl for the included model, and the path or hub id
     of another one."""

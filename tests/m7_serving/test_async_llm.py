@@ -175,6 +175,26 @@ def test_more_requests_than_may_be_are_rejected_and_the_others_go_on(runner: asy
     runner.run(ask())
 
 
+def test_an_end_that_fails_is_an_end() -> None:
+    async def act() -> None:
+        llm = await AsyncLLM.start(disaggregation_config=IN_PROCESS)
+
+        def spoil(core: Any) -> None:
+            close = core.close
+
+            def fail() -> None:
+                close()
+                raise OSError("it cannot be closed")
+
+            core.close = fail
+
+        await llm.call(spoil)
+        async with asyncio.timeout(5):
+            await llm.close()
+
+    asyncio.run(act())
+
+
 def test_an_id_in_use_is_rejected_and_its_request_goes_on(runner: asyncio.Runner, llm: AsyncLLM) -> None:
     async def ask() -> None:
         params = SamplingParams(max_tokens=60, ignore_eos=True, n=2)

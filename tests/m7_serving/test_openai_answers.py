@@ -401,6 +401,17 @@ def test_a_token_id_outside_the_vocabulary_is_refused_with_its_place(echo: bool)
         answer(ScriptedLLM(), completion_request(prompt=[1] * MAX_MODEL_LEN, echo=echo))
 
 
+def test_a_full_server_makes_no_texts_of_the_prompts_to_echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(num_outputs: int) -> None:
+        raise ServerBusyError(f"{num_outputs} are too many")
+
+    llm = ScriptedLLM()
+    monkeypatch.setattr(llm, "check_admissible", refuse)
+    with pytest.raises(ServerBusyError, match="6 are too many"):
+        answer(llm, completion_request(prompt=[[1], [2], [3]], n=2, echo=True))
+    assert not llm.threaded and not llm.calls
+
+
 # --- errors, and readers that go away ---------------------------------------------------------------------------------
 
 REQUESTS = pytest.mark.parametrize("request_of", [chat_request, completion_request])

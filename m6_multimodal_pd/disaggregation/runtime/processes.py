@@ -180,7 +180,7 @@ class ProcessLinks(SocketLinks):
         for unreachable in super().lost():
             self.drop(unreachable.name, unreachable.why)
         for name, (role, at) in list(self.due.items()):
-            if time.monotonic() >= at and self.restarts.at_most:
+            if time.monotonic() >= at and self.restarts.at_most:  # 0 once the group was dropped
                 del self.due[name]
                 with suppress(EngineLostError):  # no room for another process: there is one engine less
                     self.start(name, role)
