@@ -1,15 +1,18 @@
-"""Additions to MkDocs: links that leave docs/ (to notebooks, source files, measurements), and a site without network.
+"""Additions to MkDocs: source code, links that leave docs/ (to notebooks, measurements), and a site without network.
+
+Each source file of the packages has a page (`source_pages.py`), to which links to files lead (`code_links.py`).
 
 Diagrams are drawn by the copy of mermaid in `assets/vendor`. The scripts that nbconvert adds to pages of notebooks, and
 that load something from a CDN, are removed; none is needed: formulas are plain text here.
 `python -m tests.docs.foreign_hosts` checks a built site.
 
 Links are written as GitHub needs them: a page links to `../notebooks/x.ipynb`, a notebook to `../docs/x.md`. On the
-site both lie in one tree; a link to a source file leads to its page of the reference.
+site both lie in one tree.
 """
 
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,11 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # MkDocs does not look for modules where it is started
+
+from docs.code_links import link_html, link_source
+from docs.source_pages import source_pages
+
 ROOT = Path(__file__).parent.parent
 LOG = logging.getLogger("mkdocs.hooks.notebooks")
 BESIDE = (
@@ -26,15 +34,14 @@ BESIDE = (
     ("notebooks", "journey.py"),
     ("benchmarks/results", "*.json"),
     ("benchmarks/results", "*.md"),
-    ("m3_paged_attention/attention/native", "*.cpp"),
-    ("m3_paged_attention/attention/native", "*.h"),
 )
 """Folders beside docs/, and the pattern of those of their files that the site contains, too."""
-CLASSES = {"llm_engine": "llm_engine.LLMEngine", "request_stream": "request_stream.RequestStream"}
-"""Modules that the reference shows class by class, and the class to which a link to the file leads."""
 
-MERMAID = "assets/vendor/mermaid-11.17.2/mermaid.min.js"
-"""`dist/mermaid.min.js` of the npm package. With it the theme does not load its own copy from unpkg.com."""
+SCRIPTS = {
+    'class="mermaid"': "assets/vendor/mermaid-11.17.2/mermaid.min.js",
+}
+"""Scripts that only pages with such an element load. Mermaid is `dist/mermaid.min.js` of the npm package; with it the
+theme does not load its own copy from unpkg.com."""
 CDN_SCRIPT = re.compile(
     r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->"
     r"|<script\b[^>]*>(?:(?!</script>).)*https://cdnjs\.cloudflare\.com/.*?</script>",
@@ -55,24 +62,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if path.suffix in (".md", ".py"):
                 file.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(file)
+    for address, text in source_pages():
+        files.append(File.generated(config, address, content=text))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Rewrite links that leave docs/ for the site; MkDocs checks them afterwards. Remove text for GitHub only."""
-
-    def to_reference(link: re.Match[str]) -> str:
-        module = link[3].replace("/", ".")
-        return f"[{link[1]}][{link[2]}.{CLASSES.get(module, module)}]"
-
     markdown = re.sub(r"<!-- on GitHub only -->.*?<!-- end -->\n", "", markdown, flags=re.DOTALL)
-    markdown = re.sub(r"\[([^\]]+)\]\(\.\./(m\d_\w+)/([\w/]+)\.py\)", to_reference, markdown)
+    markdown = link_source(markdown, page.file.src_uri)
     beside = "|".join(re.escape(folder) for folder in dict(BESIDE))
     return re.sub(rf"\]\(\.\./((?:{beside})/[\w.-]+\.\w+)", r"](\1", markdown)
 
 
 def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
-    """Rewrite links from a notebook to pages for the site; a link without a target fails a strict build."""
+    """Link names and titles of code. Rewrite links from a notebook; wrong ones fail a strict build."""
+    top = get_relative_url(".", page.url).rstrip("/") + "/"
+    html = link_html(html, page.file.src_uri, top)
     if not page.file.src_uri.startswith("notebooks/"):
         return html
 
@@ -87,8 +93,10 @@ def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
-    """Load mermaid on pages with a diagram; `defer`: once the page is read, and before the theme draws."""
-    if 'class="mermaid"' not in output:
-        return output
-    script = f'<script src="{get_relative_url(MERMAID, page.url)}" defer></script>'
-    return output.replace("</head>", f"{script}\n</head>", 1)
+    """Load the script of a page with a diagram; `defer`: once the page is read, and before the theme
+    draws."""
+    for mark, script in SCRIPTS.items():
+        if mark in output:
+            tag = f'<script src="{get_relative_url(script, page.url)}" defer></script>'
+            output = output.replace("</head>", f"{tag}\n</head>", 1)
+    return output
