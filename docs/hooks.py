@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # MkDocs does not look fo
 
 from docs.code_links import link_html, link_source
 from docs.source_pages import source_pages
+from docs.step_pages import fill_steps, place_steps
 
 ROOT = Path(__file__).parent.parent
 LOG = logging.getLogger("mkdocs.hooks.notebooks")
@@ -39,6 +40,7 @@ BESIDE = (
 
 SCRIPTS = {
     'class="mermaid"': "assets/vendor/mermaid-11.17.2/mermaid.min.js",
+    'class="step"': "assets/steps.js",
 }
 """Scripts that only pages with such an element load. Mermaid is `dist/mermaid.min.js` of the npm package; with it the
 theme does not load its own copy from unpkg.com."""
@@ -70,15 +72,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Rewrite links that leave docs/ for the site; MkDocs checks them afterwards. Remove text for GitHub only."""
     markdown = re.sub(r"<!-- on GitHub only -->.*?<!-- end -->\n", "", markdown, flags=re.DOTALL)
-    markdown = link_source(markdown, page.file.src_uri)
+    markdown = place_steps(link_source(markdown, page.file.src_uri))
     beside = "|".join(re.escape(folder) for folder in dict(BESIDE))
     return re.sub(rf"\]\(\.\./((?:{beside})/[\w.-]+\.\w+)", r"](\1", markdown)
 
 
 def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
-    """Link names and titles of code. Rewrite links from a notebook; wrong ones fail a strict build."""
+    """Link names and titles of code, and show steps. Rewrite links from a notebook; wrong ones fail a strict build."""
     top = get_relative_url(".", page.url).rstrip("/") + "/"
-    html = link_html(html, page.file.src_uri, top)
+    html, anchors = fill_steps(link_html(html, page.file.src_uri, top), top)
+    if anchors:
+        page.present_anchor_ids = anchors | (page.present_anchor_ids or set())  # MkDocs checks links to them
     if not page.file.src_uri.startswith("notebooks/"):
         return html
 
@@ -93,7 +97,7 @@ def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
-    """Load the script of a page with a diagram; `defer`: once the page is read, and before the theme
+    """Load the script of a page with a diagram, or with a step; `defer`: once the page is read, and before the theme
     draws."""
     for mark, script in SCRIPTS.items():
         if mark in output:

@@ -35,23 +35,29 @@ def read_lines(path: str) -> list[str]:
     return (ROOT / path).read_text(encoding="utf-8").split("\n")
 
 
+def syntax(path: str) -> ast.Module:
+    """Return the syntax tree of a Python file."""
+    return _parsed(path, (ROOT / path).stat().st_mtime_ns)[0]
+
+
 def definitions(path: str) -> dict[str, Lines]:
     """Return the lines of everything that a file defines, by name: `f`, `f.inner`, `Class`, `Class.method`, `LIMIT`.
 
     They begin with decorators, or with comments above a definition in C++. A constant or field includes its docstring.
     """
-    return _definitions(path, (ROOT / path).stat().st_mtime_ns)
+    return _parsed(path, (ROOT / path).stat().st_mtime_ns)[1]
 
 
 @cache
-def _definitions(path: str, _: int) -> dict[str, Lines]:
+def _parsed(path: str, _: int) -> tuple[ast.Module, dict[str, Lines]]:
     found: dict[str, Lines] = {}
     lines = read_lines(path)
-    if path.endswith(".py"):
-        _add_python(ast.parse("\n".join(lines)).body, "", found)
-    else:
+    if not path.endswith(".py"):
         _add_cpp(lines, Lines(1, len(lines)), "", found)
-    return found
+        return ast.Module([], []), found
+    module = ast.parse("\n".join(lines))
+    _add_python(module.body, "", found)
+    return module, found
 
 
 def _add_python(nodes: Iterable[ast.AST], prefix: str, found: dict[str, Lines]) -> None:

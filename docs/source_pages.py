@@ -34,6 +34,11 @@ try {{  // the colours that the reader chose on the site
 <p><a href="{top}">Stepwise</a> / {lesson} / <b>{inside}</b></p>
 {same}</header>
 <main><pre><code>{code}</code></pre></main>
+<script>
+onclick = event => {{  // on the number of a line: show its address
+    if (event.target.matches("code > span") && event.offsetX < 60) location.hash = event.target.id
+}}
+</script>
 </body>
 </html>
 """
@@ -43,15 +48,16 @@ def source_pages() -> Iterator[tuple[str, str]]:
     """Yield the address and the HTML of each page."""
     paths = source_files()
     for path in paths:
-        yield page_of(path), _page(path, paths)
+        yield page_of(path), source_page(path, paths)
 
 
-def _page(path: str, paths: list[str]) -> str:
+def source_page(path: str, paths: list[str]) -> str:
+    """Return the page of a file. `paths`: all files that have a page."""
     address = page_of(path)
     top = "../" * address.count("/")
     package, inside = path.split("/", 1)
     lines = highlight("\n".join(read_lines(path)).rstrip("\n"), "python" if path.endswith(".py") else "cpp")
-    code = "\n".join(f'<span id="L{n}"><a href="#L{n}"></a>{line}</span>' for n, line in enumerate(lines, 1))
+    code = "\n".join(f'<span id="L{n}">{line}</span>' for n, line in enumerate(lines, 1))
     name = PurePosixPath(path).name
     same = [other for other in paths if PurePosixPath(other).name == name and other != path and name != "__init__.py"]
     links = ", ".join(f'<a href="{top}{page_of(other)}">{other.removesuffix("/" + name)}</a>' for other in same)
