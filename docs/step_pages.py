@@ -2,7 +2,8 @@
 
 A page says `[step: decode](m4.json)` in a paragraph of its own. The calls are those of the record, the code is today's.
 A function has the anchor `decode.Scheduler.schedule`; the first of a page also `Scheduler.schedule`. Properties,
-constructors and functions of one statement that call nothing else of the packages are folded into one line.
+constructors and functions of one statement that call nothing else of the packages are folded into one line, with those
+that are shown above.
 """
 
 import ast
@@ -153,28 +154,29 @@ class StepTree:
         return TREE.format(count=f"<b>{count}</b>{others}", milestone=self.milestone, calls=calls)
 
     def _list(self, calls: list[Call]) -> str:
-        """Return the calls of one function; neighbours that are small or known, and call nothing, are folded."""
+        """Return the calls of one function; neighbours that are small or shown above are folded."""
         parts: list[str] = []
         for is_plain, group in groupby(calls, self._is_plain):
             together = list(group)
             items = [self._item(call) for call in together]
             if is_plain and len(items) > 1:
                 names = ", ".join(dict.fromkeys(f"<code>{_short(call.name)}</code>" for call in together))
-                text = f'<li class="small"><details><summary>{len(items)} small calls: {names}</summary><ul>'
+                text = f'<li class="small"><details><summary>{len(items)} calls: {names}</summary><ul>'
                 items = [text, *items, "</ul></details></li>"]
             parts += items
         return "".join(parts)
 
     def _is_plain(self, call: Call) -> bool:
+        """Whether a function is small and calls nothing, or is shown above with all its calls."""
         found = self.functions[call.path, call.name]
-        return not call.calls and (found is None or found.is_small or self.ids[call.path, call.name] in self.shown)
+        return not self._has_more(call) or (not call.calls and (found is None or found.is_small))
 
     def _item(self, call: Call) -> str:
         """Return a function with its code and its calls; where it is shown above already, only what it calls anew."""
         where, found = self.ids[call.path, call.name], self.functions[call.path, call.name]
         kind = "new" if call.path.startswith(self.milestone) else "old"
         head = f'<span class="tag {kind}">{call.path[:2]}</span> '
-        name = f"<code>{html.escape(call.name)}</code>"
+        name = f"<code>{call.name.replace('.', '.<wbr>')}</code>"
         times = f' <span class="times">&times;{call.times}</span>' if call.times > 1 else ""
         if where in self.shown or found is None:
             inner = self._list([each for each in call.calls if self._has_more(each)])

@@ -22,7 +22,7 @@ function openTarget() {
 
 for (const details of document.querySelectorAll("details[data-code]"))
     details.addEventListener("toggle", () => copyCode(details))
-for (const button of document.querySelectorAll(".step button"))
+for (const button of document.querySelectorAll(".step .tools button"))
     button.onclick = () => {
         for (const each of button.closest(".step").querySelectorAll("details")) each.open = button.value === "open"
     }

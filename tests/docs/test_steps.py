@@ -27,6 +27,14 @@ def test_the_record_is_that_of_todays_code(milestone: str) -> None:
     assert today == stored, "run: python -m docs.record_steps"
 
 
+def test_steps_are_those_that_the_pages_name() -> None:
+    names = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in STEPS.glob("*.json")}
+    called = {(m, step): {name for *_, name in lines} for m, steps in names.items() for step, lines in steps.items()}
+    assert "NgramProposer.lookup" in called["m5", "decode"] and "metadata_of_rows" in called["m5", "decode"]  # verified
+    assert "ScheduleBatch.mix_with_running" in called["m5", "prefill"]
+    assert "VisionTower.encode" in called["m6", "prefill"] and "VisionTower.encode" not in called["m6", "decode"]
+
+
 @pytest.mark.parametrize("milestone", PACKAGE)
 def test_a_page_shows_every_function_of_its_steps_once(milestone: str) -> None:
     text, anchors = page(milestone)
