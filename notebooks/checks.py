@@ -240,39 +240,6 @@ def grade_held_back(held_back: Callable[[str, Sequence[str]], int]) -> str:
     return "About a hundred texts: nothing is shown too early, nothing is held too long."
 
 
-@grader("m1.shortest_first")
-def grade_shortest_first(scheduler_class: type) -> str:
-    """A scheduler part that admits the shortest waiting prompt first; equal lengths in order of arrival."""
-    lengths = {"nine": 9, "three": 3, "seven": 7, "three too": 3, "one, late": 1}
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    with LLMEngine(parts={"scheduler": scheduler_class}) as engine:
-        for rid in ("nine", "three", "seven", "three too"):
-            engine.add_request(ids_of(lengths[rid]), params, request_id=rid)
-            if rid not in engine.engine_core.scheduler.requests:
-                raise Mismatch(
-                    f"After add_request() the scheduler does not know the request {rid!r}: "
-                    "did you call super().add_request(request)?"
-                )
-        finished = dict(run_steps(engine, limit=1))
-        engine.add_request(ids_of(1), params, request_id="one, late")
-        finished |= run_steps(engine, limit=40)
-    if missing := [rid for rid in lengths if rid not in finished]:
-        raise Mismatch(f"These requests never finished: {', '.join(missing)}.")
-    wanted = ["three", "one, late", "three too", "seven", "nine"]
-    if list(finished) != wanted:
-        hint = {
-            ("nine", "three", "seven", "three too", "one, late"): " That is the order of arrival.",
-            ("nine", "seven", "three", "three too", "one, late"): " That is the longest first.",
-            ("three too", "one, late", "three", "seven", "nine"): " Of two equal ones the earlier goes first.",
-            ("three", "three too", "seven", "nine", "one, late"): " A request that arrives later takes part, too.",
-        }.get(tuple(finished), "")
-        raise Mismatch(f"The requests should finish in the order {wanted}; yours finish as {list(finished)}.{hint}")
-    alone = tokens_alone(lengths.values())
-    if any(tokens != alone[lengths[rid]] for rid, tokens in finished.items()):
-        raise Mismatch("The order is right, but the tokens of a request have changed.")
-    return "Five requests: the right order, no request lost, the same tokens, the invariants hold after every step."
-
-
 # --- m1: labs ---------------------------------------------------------------------------------------------------------
 
 

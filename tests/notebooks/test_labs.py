@@ -18,7 +18,9 @@ from benchmarks.m4.caches import Server
 from benchmarks.m4.eviction import prepared, replay as careful_replay
 from benchmarks.m4.traffic import FILE, as_csv, generate, recorded
 from benchmarks.m5 import trace as m5_trace
+from m1_single_request.events import Batch
 from m1_single_request.scheduler import Scheduler
+from m1_single_request.trace_readers import Records
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m6_multimodal_pd import SamplingParams
@@ -31,7 +33,7 @@ from notebooks.checks import listing
 from notebooks.checks_m4 import HOUR, recorded_hour, replay
 from notebooks.journey import Backend
 from notebooks.shapes import Shape, picture
-from tests.notebooks.exercises import M2, M3, M4, M5, M6, M6_OVERLAP, M6_PD, M7, Exercises
+from tests.notebooks.exercises import M1, M2, M3, M4, M5, M6, M6_OVERLAP, M6_PD, M7, Exercises
 from tests.notebooks.lessons import NOTEBOOKS, source
 from tests.notebooks.wrong_m6_pd import Keeps
 
@@ -76,6 +78,35 @@ def test_a_notebook_traces_with_the_settings_of_its_page(
         assert defined[name] == getattr(traced, name), name
     assert f"SamplingParams(max_tokens={traced.PARAMS.max_tokens}" in cell
     assert ("ignore_eos=True" in cell) == traced.PARAMS.ignore_eos
+
+
+# --- a request alone --------------------------------------------------------------------------------------------------
+
+
+def test_the_labs_scheduler_breaks_an_answer_visibly_and_its_milder_form_does_not() -> None:
+    broken = M1.lesson.defined("OffByOne", {"Scheduler": Scheduler})
+    parts = [Scheduler, broken, M1.lesson.defined("MilderForm", {"OffByOne": broken})]
+    texts, starts = [], []
+    for part in parts:
+        records = Records()
+        with M1.package.LLMEngine(parts={"scheduler": part}) as engine:
+            asked = [{"role": "user", "content": "What is a KV cache?"}]
+            texts.append(engine.chat(asked, M1.package.SamplingParams(max_tokens=48)).text)
+            engine.tracer.attach(records)
+            engine.generate([300] * 9, M1.package.SamplingParams(max_tokens=4, ignore_eos=True))
+        starts.append([batch.prefix_lens[0] for _, batch in records.of(Batch)])
+    assert starts == [[0, 9, 10, 11], [0, 10, 12, 14], [0, 10, 11, 12]]
+    assert texts[0] == texts[2] and texts[1].split()[:4] == texts[0].split()[:4]
+    assert len(set(texts[1].split()) - set(texts[0].split())) > 8
+
+
+def test_the_broken_answer_on_the_page_is_the_stored_one() -> None:
+    outputs = [output for cell in M1.lesson.cells("code") for output in cell["outputs"]]
+    printed = "".join(line for output in outputs for line in output.get("text", []))
+    page = (NOTEBOOKS.parent / "docs" / "m1_single_request.md").read_text(encoding="utf-8")
+    for name in ("m1", "off by one"):
+        (answer,) = re.findall(rf"^{name} +(A KV cache .*)$", printed, re.MULTILINE)
+        assert f"| {name} | {answer} |" in page
 
 
 # --- the recorded day of m4 -------------------------------------------------------------------------------------------

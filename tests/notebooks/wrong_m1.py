@@ -1,13 +1,12 @@
-"""Wrong answers to the exercises of m1, each with the words that its refusal must hold.
+"""Wrong answers to the exercises of m1, each with the words that its refusal must hold, and a right variant.
 
 Most are the folded solution with a piece of its text changed.
 """
 
-from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler
 from tests.notebooks.exercises import M1
-from tests.notebooks.lessons import WrongAnswers
+from tests.notebooks.lessons import RightAnswers, WrongAnswers
 
 LESSON = M1.lesson
 WRONG: WrongAnswers = {}
@@ -56,30 +55,18 @@ WRONG["m1.held_back"] = [
     (lambda text, stops: None, "you return None"),
 ]
 
-COMMENT = "# sorted() keeps equal ones in their order"
-LOSES_LONG_ONES = "if request.sequence.get_prompt_len() > 5:\n            self.waiting.remove(request)"
-changed = LESSON.solution("ShortestFirst")
-WRONG["m1.shortest_first"] = [
-    (Scheduler, "That is the order of arrival"),
-    (changed("r: r.", "r: -r."), "That is the longest first"),
-    (changed("sorted(self.waiting", "sorted(reversed(self.waiting)"), "the earlier goes first"),
-    (
-        changed("self.waiting = ", "self.waiting = self.waiting if self.running else "),
-        "A request that arrives later takes part",
-    ),
-    (
-        changed("super().add_request(request)", "self.waiting.append(request)"),
-        "did you call super().add_request(request)?",
-    ),
-    (changed(COMMENT, LOSES_LONG_ONES), "check_invariants() fails after step 1"),
-    (IncrementalDetokenizer, "has no add_request()"),
-]
 
+COUNT = "return num_before + num_read"
 changed = LESSON.solution("OffByOne")
 WRONG["m1.off_by_one"] = [
     (planted("OffByOne"), "after step 1: a decoding request has KV for all tokens but the newest"),
-    (changed("get_len() - 1", "get_prompt_len()"), "check_invariants() fails after step 2"),
+    (
+        changed(COUNT, "return sequence.get_len()"),
+        "after step 1: a decoding request has KV for all tokens but the newest",
+    ),
+    (changed(COUNT, "return sequence.get_prompt_len()"), "check_invariants() fails after step 2"),
 ]
+RIGHT: RightAnswers = [("m1.off_by_one", changed(COUNT, "return sequence.get_len() - 1"))]
 
 SHOWN, WHOLE = r'self.decode(self.ids).rstrip("\ufffd")', "self.decode(self.ids)"
 IS_BROKEN = r'if "\ufffd" in self.decode(self.ids) else'
