@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("m[1-9]_*.md"))
 WORDS_PER_MINUTE = 200
-each_page = pytest.mark.parametrize("text", [path.read_text(encoding="utf-8") for path in PAGES], ids=[p.stem for p in PAGES])
+TEXTS = [pytest.param(path.read_text(encoding="utf-8"), id=path.stem) for path in PAGES]
+each_page = pytest.mark.parametrize("text", TEXTS)
 
 
 def num_words(text: str) -> int:
@@ -36,7 +37,7 @@ def test_a_page_begins_with_goals_minutes_and_what_to_know_before(text: str) -> 
 
 @each_page
 def test_the_minutes_are_those_of_its_words(text: str) -> None:
-    assert abs(minutes(text) - num_words(text) / WORDS_PER_MINUTE) <= 1.5, num_words(text)
+    assert abs(minutes(text) - num_words(text) / WORDS_PER_MINUTE) <= 2, num_words(text)
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if path.stem[:2] in ("m3", "m6")], ids=lambda path: path.stem)
