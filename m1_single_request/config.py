@@ -75,6 +75,8 @@ class TraceConfig:
     """Write one event per line to this file."""
     chrome: str | Path | None = None
     """Write a trace for Perfetto or chrome://tracing to this file when the engine is closed."""
+    player: str | Path | None = None
+    """Write a page (HTML) that replays the trace to this file when the engine is closed."""
 
     readers: tuple[TraceReader, ...] = ()
     """Your own readers; they also receive the events of the engine's start."""
@@ -85,6 +87,7 @@ class TraceConfig:
             raise ConfigError(f"readers={shown(self.readers)} must be a tuple of trace readers")
         check_path("jsonl", self.jsonl, optional=True)
         check_path("chrome", self.chrome, optional=True)
+        check_path("player", self.player, optional=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ def read_trace(path: str | Path, milestone: str) -> Iterator[TraceRecord]:
             try:
                 data = json.loads(line)
                 step, seconds, kind = data.pop("step"), data.pop("time"), data.pop("event")
+                data.pop("sentence", None)
                 event: Event = msgspec.convert(data, classes[kind])
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 reason = f"line {number} of {shown_path(path)} is no event of {milestone}: {error!r}"

@@ -18,6 +18,7 @@ from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError, shown_path
 from m1_single_request.trace_event import Event, Phase
 from m1_single_request.tracer import TraceReader, TraceRecord
+from stepwise_player import page
 
 E = TypeVar("E", bound=Event)
 V = TypeVar("V")
@@ -111,9 +112,9 @@ class Records(list[TraceRecord], TraceReader):
 
 
 class JsonlReader:
-    """Writes one event per line: `{"step": 1, "time": 12.3, "event": "admit", ...}`.
+    """Writes one event per line: `{"step": 1, "time": 12.3, "event": "admit", ..., "sentence": "..."}`.
 
-    `stable=True` omits times and floats computed by the model, so that two machines write the same file.
+    `stable=True` omits sentences, times and floats computed by the model, so that two machines write the same file.
     """
 
     def __init__(self, path: str | Path, *, stable: bool = False) -> None:
@@ -122,13 +123,36 @@ class JsonlReader:
 
     def read(self, record: TraceRecord) -> None:
         """Write a line and flush it, so that the trace of a killed run is complete up to that line."""
-        stamp = {"step": record.step} if self.stable else {"step": record.step, "time": record.time}
-        line = stamp | {"event": record.event.kind} | record.event.data(stable=self.stable)
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.write(line_of(record, stable=self.stable))
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
+        self._file.close()
+
+
+def line_of(record: TraceRecord, *, stable: bool = False) -> str:
+    """Return a record as a line of JSON."""
+    event = record.event
+    stamp = {"step": record.step} if stable else {"step": record.step, "time": record.time}
+    sentence = {} if stable else {"sentence": event.explain()}
+    line = stamp | {"event": event.kind} | event.data(stable=stable) | sentence
+    return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+class PlayerReader:
+    """Writes a page that replays the trace. `close()` writes the file, because the page is one document."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file, self._lines = open_for_writing(path), list[str]()
+
+    def read(self, record: TraceRecord) -> None:
+        """Store the line of a record."""
+        self._lines.append(line_of(record))
+
+    def close(self) -> None:
+        """Write the page and close the file."""
+        self._file.write(page([("run", "".join(self._lines).encode(errors="backslashreplace"))]))
         self._file.close()
 
 
@@ -216,4 +240,6 @@ def readers_of(config: TraceConfig) -> list[TraceReader]:
         readers.append(JsonlReader(config.jsonl))
     if config.chrome is not None:
         readers.append(ChromeTraceReader(config.chrome))
+    if config.player is not None:
+        readers.append(PlayerReader(config.player))
     return readers

@@ -11,6 +11,7 @@ And which tests run:
   every value that it returns. The others are exhaustive. Those marked `alone` have a sample of their own: m1's.
 - A test made by hypothesis runs on a fifth of its examples by default (`tests/support/amounts.py`), and is exhaustive
   too: with `-m` it has all of them.
+- A test marked `browser` needs Chromium or Chrome; where there is none, it is deselected, and a closing line says so.
 - A test marked `gpu` runs natively where torch sees a CUDA device, and is deselected elsewhere; a closing line counts
   these tests. A test marked `interpreter` runs kernels on the CPU through Triton's interpreter and is deselected
   where there is a GPU, because a process either interprets its kernels or compiles them. So `pytest -m gpu` without a
@@ -20,6 +21,7 @@ And which tests run:
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import zlib
 from collections.abc import Iterator
@@ -39,6 +41,7 @@ import pytest
 import torch
 from hypothesis import is_hypothesis_test, settings
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HAS_GPU = torch.cuda.is_available()
 if HAS_GPU:
     os.environ.pop("TRITON_INTERPRET", None)
@@ -52,6 +55,7 @@ settings.register_profile("all", derandomize=True, deadline=None, max_examples=1
 settings.register_profile("few", settings.get_profile("all"), max_examples=20)
 settings.load_profile("few")
 
+BROWSER_FLAGS = "--no-sandbox --disable-gpu --disable-quic --disable-background-networking --disable-component-update"
 LEFT_OUT = pytest.StashKey[list[str]]()
 SAMPLED_APART = ("gpu", "interpreter", "alone")
 
@@ -94,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("exhaustive")
     result = yield
     lines = []
-    for marker in ("gpu", "interpreter"):
+    for marker in ("gpu", "interpreter", "browser"):
         left_out = [item for item in items if item.get_closest_marker(marker)]
         obstacle = obstacle_to(marker) if left_out else None
         if obstacle:
@@ -165,6 +169,8 @@ COMPILES = "this process compiles its kernels"  # and runs the same tests so
 
 def obstacle_to(marker: str) -> str | None:
     """Why tests of this kind cannot run here, in a few words."""
+    if marker == "browser":
+        return None if CHROMIUM else "no Chromium and no Chrome here"
     if marker == "gpu":
         return None if HAS_GPU else "no CUDA device here"
     if HAS_GPU:
@@ -201,6 +207,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line)
     if importlib.util.find_spec("triton") is None:
         terminalreporter.write_line("triton is not installed: its kernels were not tested")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A browser without a screen (Playwright)."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=BROWSER_FLAGS.split())
+        yield chromium
+        chromium.close()
 
 
 # --- what several milestones share ------------------------------------------------------------------------------------

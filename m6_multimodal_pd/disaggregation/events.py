@@ -251,8 +251,8 @@ class Reported(Event):
     """Ids of the requests that it is about."""
     text: str = volatile()
     """Its `explain()`."""
-    facts: tuple[tuple[str, int | str], ...]
-    """Those of its fields that are integers or short strings, by name."""
+    facts: tuple[tuple[str, int | str | tuple[int | str, ...]], ...]
+    """Those of its fields that are integers or short strings, or tuples of these, by name."""
 
     def explain(self) -> str:
         return f"On {self.engine}, step {self.its_step}: {self.text}"

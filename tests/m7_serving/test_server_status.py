@@ -4,7 +4,6 @@ import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,6 @@ from m1_single_request.output_events import Finish
 from m1_single_request.tracer import TraceRecord
 from m7_serving import AsyncLLM, SamplingParams
 from m7_serving.server.status import MOST_EVENTS, PAGE, StatusReader, updates
-from tests.m7_serving.browser import CHROMIUM, opened
 from tests.m7_serving.fake_llm import FakeLLM
 from tests.m7_serving.running import asynchronous, running
 from tests.m7_serving.servers import chat, serving
@@ -105,27 +103,27 @@ async def test_the_page_loads_nothing_from_elsewhere() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome")
-def test_a_browser_shows_lanes(tmp_path: Path) -> None:
+@pytest.mark.browser
+def test_a_browser_shows_lanes(browser: Any) -> None:
     """Of a server while it works: a lane for each request, an aborted one, the numbers of the tiles, a lost server."""
     with serving("--max-num-seqs", "4") as server, OpenAI(base_url=server.url, api_key="none") as client:
         asked = chat(max_tokens=1000, extra_body={"ignore_eos": True})
-        with opened(f"{server.root}/status", tmp_path) as page, ThreadPoolExecutor(12) as pool:
-            assert eventually(lambda: page.value("find('state').textContent") == "")
-            assert page.value("canvas = find('lanes'); canvas.dataset.requests") == "0"
+        with browser.new_page() as page, ThreadPoolExecutor(12) as pool:
+            page.goto(f"{server.root}/status")
+            assert eventually(lambda: page.evaluate("find('state').textContent") == "")
+            assert page.evaluate("canvas = find('lanes'); canvas.dataset.requests") == "0"
             answers = [pool.submit(lambda: client.chat.completions.create(**asked)) for _ in range(11)]
             stream = client.chat.completions.create(**asked, stream=True)
             next(iter(stream))
             stream.close()
-            assert eventually(lambda: page.value("find('tiles').firstChild.textContent") == "4running")
-            assert eventually(lambda: page.value("canvas.dataset.requests") == "12")  # lanes stay for 30 s
-            (tmp_path / "page.png").write_bytes(page.picture())
+            assert eventually(lambda: page.evaluate("find('tiles').firstChild.textContent") == "4running")
+            assert eventually(lambda: page.evaluate("canvas.dataset.requests") == "12")  # lanes stay for 30 s
             for each in answers:
                 assert each.result().usage.completion_tokens == 1000
             ended = "[...requests.values()].map(one => one.reason).sort().join()"
-            assert eventually(lambda: page.value(ended) == ",".join(["abort", *["length"] * 11]))
-            assert page.value("[...requests.values()].every(one => one.prompt > 0 && one.engine === 'both-0')")
-            assert page.value(PAINTED)
-            assert eventually(lambda: page.value("find('tiles').firstChild.textContent") == "0running")
+            assert eventually(lambda: page.evaluate(ended) == ",".join(["abort", *["length"] * 11]))
+            assert page.evaluate("[...requests.values()].every(one => one.prompt > 0 && one.engine === 'both-0')")
+            assert page.evaluate(PAINTED)
+            assert eventually(lambda: page.evaluate("find('tiles').firstChild.textContent") == "0running")
             server.stop()
-            assert eventually(lambda: "does not answer" in page.value("find('state').textContent"))
+            assert eventually(lambda: "does not answer" in page.evaluate("find('state').textContent"))

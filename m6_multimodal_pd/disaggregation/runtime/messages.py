@@ -25,6 +25,7 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Number = Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
 Word = Annotated[str, msgspec.Meta(max_length=64)]
+Fact = Number | Word | tuple[Number | Word, ...]
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,8 +198,8 @@ class ReportedEvent(Value, frozen=True):
     kind: Name
     rids: tuple[str, ...]
     text: str
-    facts: tuple[tuple[Name, Number | Word], ...]
-    """Its fields that are whole numbers or short words."""
+    facts: tuple[tuple[Name, Fact], ...]
+    """Its fields that are integers or short strings, or tuples of these."""
 
 
 class StepEvents(Message, frozen=True):

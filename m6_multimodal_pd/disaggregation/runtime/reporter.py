@@ -6,16 +6,17 @@ name, so the router needs no classes for the events of an engine's parts.
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from m1_single_request.trace_event import Event
 from m1_single_request.tracer import TraceRecord
-from m6_multimodal_pd.disaggregation.runtime.messages import ReportedEvent, StepEvents, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import Fact, ReportedEvent, StepEvents, ToRouter
 from m6_multimodal_pd.errors import WireError
 
 MOST_EVENTS = 1000
 """Maximum number of events that are sent of one step."""
 LONGEST_WORD, LARGEST = 64, 2**62
-"""Longer words and larger numbers are not sent by name."""
+"""Fields with longer words or larger numbers are not sent."""
 
 
 class Reporter:
@@ -56,11 +57,15 @@ class Reporter:
         self.flush()
 
 
-def facts_of(event: Event) -> tuple[tuple[str, int | str], ...]:
-    """Return the fields that are whole numbers or short words, and the same in every run."""
+def facts_of(event: Event) -> tuple[tuple[str, Fact], ...]:
+    """Return the fields that a message may hold, and that are the same in every run."""
+    fields = event.data(stable=True).items()
     return tuple(
-        (name, value)
-        for name, value in event.data(stable=True).items()
-        if (type(value) is int and -LARGEST < value < LARGEST)
-        or (isinstance(value, str) and len(value) <= LONGEST_WORD)
+        (name, value) for name, value in fields if all(map(_is_short, value if type(value) is tuple else [value]))
+    )
+
+
+def _is_short(value: Any) -> bool:
+    return (type(value) is int and -LARGEST < value < LARGEST) or (
+        isinstance(value, str) and len(value) <= LONGEST_WORD
     )

@@ -1,0 +1,72 @@
+"""The trace player on the site: a paragraph of a page that is only a link becomes a player.
+
+    [player: What to look at.](assets/traces/m4.jsonl.gz)
+    [player: What differs.](assets/traces/m4.jsonl.gz "with the cache") [beside](assets/traces/m4_off.jsonl.gz "without")
+
+Two links are two runs side by side, with their titles as names. `[player: drop]()` is a place for the reader's own traces.
+A player loads its traces once it is in sight. The modules of `stepwise_player` are files of the site.
+"""
+
+import html
+import json
+import logging
+import re
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+
+from stepwise_player.page import STATIC
+from stepwise_player.sources import sources
+
+LOG = logging.getLogger("mkdocs.hooks.player")
+FOLDER = "assets/player"
+TRACE = r'\]\(([\w./]+\.jsonl\.gz)(?: "([^"]*)")?\)'
+PLAYER = re.compile(rf"^\[player: ([^\]]+){TRACE}(?: \[[^\]]+{TRACE})?$", re.M)
+DROP = "[player: drop]()"
+HEAD = """<link rel="stylesheet" href="{folder}/player.css">
+<script type="module" src="{folder}/site.js"></script>
+</head>"""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the player's modules, its style, and the places in the code that emit events."""
+    for path in sorted(STATIC.glob("*.*")):
+        files.append(File.generated(config, f"{FOLDER}/{path.name}", abs_src_path=str(path)))
+    places = {kind: [{**place, "code": ""} for place in found] for kind, found in sources().items()}
+    files.append(File.generated(config, f"{FOLDER}/links.js", content=f"export const links = {json.dumps(places)};\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
+    """Put an element for each player; `site.js` fills it."""
+
+    def element(found: re.Match[str]) -> str:
+        caption, *traces = found.groups()
+        runs = [
+            {"name": name or caption, "url": url_of(trace)}
+            for trace, name in zip(traces[::2], traces[1::2], strict=True)
+            if trace
+        ]
+        data = html.escape(json.dumps(runs))
+        return f'<figure class="stepwise-run" markdown="1">\n<div class="stepwise-player" data-runs="{data}" data-base="{base}"></div>\n<figcaption markdown="span">{caption}</figcaption>\n</figure>'
+
+    def url_of(trace: str) -> str:
+        file = files.get_file_from_path(trace)
+        if file is None:
+            LOG.warning(f"{page.file.src_uri} shows {trace}, which does not exist")
+            return trace
+        return file.url_relative_to(page.file)
+
+    base = get_relative_url(".", page.url)
+    drop = f'<div class="stepwise-drop" data-base="{base}">Drop one or two traces here, or choose them: </div>\n<div class="own-run"></div>'
+    return PLAYER.sub(element, markdown).replace(DROP, drop)
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """Load the player on pages that have one."""
+    if 'class="stepwise-player"' not in output and 'class="stepwise-drop"' not in output:
+        return output
+    return output.replace("</head>", HEAD.format(folder=get_relative_url(FOLDER, page.url)), 1)

@@ -1,0 +1,170 @@
+"""Record the traces that the players of the lessons show: `python -m docs.traces`, or `python -m docs.traces m4 m5`.
+
+Each is a run of some requests with the model that ships, on one thread. A request arrives before the step that its number
+says. Every file is gzipped JSONL in `docs/assets/traces`.
+"""
+
+import gzip
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent / "assets" / "traces"
+NOUNS = "lamp zebra otter river kite candle garden mirror".split()
+CODES = " ".join(f"The code of {noun} is {1635 + 531 * i:04}." for i, noun in enumerate(NOUNS))
+SYSTEM = {"role": "system", "content": f"You answer questions. {CODES}"}
+SCENES = ("a_big_red_circle", "a_blue_square_and_a_green_star", "a_blue_square_and_a_yellow_star")
+
+Arrival = tuple[int, str, str, int]
+"""Step before which a request arrives, its id, its question, its maximum of new tokens."""
+BURST: list[Arrival] = [
+    (0, "France", "What is the capital of France?", 12),
+    (0, "hello", "Hello world!", 8),
+    (0, "quantum", "Explain quantum computing briefly.", 20),
+    (3, "cache", "What is a KV cache?", 16),
+    (3, "padding", "What is padding waste?", 12),
+    (4, "codes", f"{CODES} What is the code of zebra?", 10),
+    (6, "prefill", "What is prefill?", 14),
+]
+USERS: list[Arrival] = [
+    (0, "user 1", "What is the code of lamp?", 10),
+    (0, "user 2", "What is the code of zebra?", 10),
+    (0, "user 3", "What is prefix caching?", 14),
+    (4, "user 4", "What is the code of lamp?", 10),
+    (6, "user 5", "What is LRU?", 14),
+]
+STREAMS: list[Arrival] = [
+    (0, "stream 1", "What is a KV cache?", 40),
+    (0, "stream 2", "What is continuous batching?", 40),
+    (6, "long prompt", f"{CODES} {CODES} What is the code of zebra?", 12),
+    (8, "repeats", "Repeat this text:\nsee a green lamp and a green bird and a green lamp", 24),
+]
+
+
+def run(package: str, path: Path, arrivals: Sequence[Arrival], *, system: Any = None, **configs: Any) -> None:
+    """Run requests on an engine of a milestone, and write the trace."""
+    face = import_module(package)
+    with face.LLMEngine(trace_config=face.TraceConfig(jsonl=path), **configured(face, configs)) as engine:
+        drive(engine, face, arrivals, lambda text: [*([system] if system else []), {"role": "user", "content": text}])
+
+
+def configured(face: Any, configs: dict[str, Any]) -> dict[str, Any]:
+    """Return configurations of a milestone, from the values of their fields."""
+    classes = {name: "".join(map(str.title, name.split("_"))) for name in configs}
+    return {name: getattr(face, classes[name])(**fields) for name, fields in configs.items()}
+
+
+def drive(
+    engine: Any, face: Any, arrivals: Sequence[Arrival], messages: Callable[[str], Any], *, options: Any = None
+) -> None:
+    """Add each request before its step, and run steps to the end."""
+    coming, step = list(arrivals), 0
+    while coming or engine.has_unfinished_requests():
+        while coming and coming[0][0] <= step:
+            _, rid, text, max_tokens = coming.pop(0)
+            params = face.SamplingParams(max_tokens=max_tokens, **(options or {}).get(rid, {}))
+            engine.add_request(engine.chat_prompt(messages(text)), params, request_id=rid)
+        engine.step()
+        step += 1
+
+
+def m1(path: Path) -> None:
+    run("m1_single_request", path, BURST[:3])
+
+
+def m2(path: Path) -> None:
+    run("m2_continuous_batching", path, BURST, scheduler_config={"max_num_seqs": 4, "max_num_batched_tokens": 160})
+
+
+def m3(path: Path) -> None:
+    """Several answers to one prompt share its blocks; a request is preempted, because there are few."""
+    import m3_paged_attention as face
+
+    configs = configured(face, {"cache_config": {"block_size": 8, "num_blocks": 18}})
+    with face.LLMEngine(trace_config=face.TraceConfig(jsonl=path), **configs) as engine:
+        several = {"hello": {"n": 3, "temperature": 1.0, "top_p": 0.95, "seed": 6}}
+        drive(engine, face, BURST, lambda text: [{"role": "user", "content": text}], options=several)
+
+
+def m4(path: Path) -> None:
+    run("m4_radix_cache", path, USERS, system=SYSTEM, cache_config={"max_total_tokens": 480, "page_size": 8})
+
+
+def m4_off(path: Path) -> None:
+    cache = {"max_total_tokens": 480, "page_size": 8, "prefix_cache": "chunk"}
+    run("m4_radix_cache", path, USERS, system=SYSTEM, cache_config=cache)
+
+
+def m5(path: Path) -> None:
+    run("m5_chunked_prefill_spec", path, STREAMS, scheduler_config={"max_num_batched_tokens": 48}, **GUESSES, **PAGES)
+
+
+def m5_whole(path: Path) -> None:
+    run("m5_chunked_prefill_spec", path, STREAMS, scheduler_config={"max_num_batched_tokens": 512}, **PAGES)
+
+
+PAGES = {"cache_config": {"max_total_tokens": 1024, "page_size": 8}}
+GUESSES = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+
+
+def m6(path: Path, **configs: Any) -> None:
+    """Pictures beside questions about text; the same picture comes twice."""
+    import m6_multimodal_pd as face
+
+    pictures = Path(face.__file__).parent / "demo_pictures"
+    shown: list[Arrival] = [
+        (0, "text", "What is a KV cache?", 24),
+        (1, "circle", f"{SCENES[0]}: Describe the picture.", 16),
+        (2, "square", f"{SCENES[1]}: Describe the picture.", 16),
+        (12, "again", f"{SCENES[0]}: What color is the circle?", 8),
+        (13, "long", f"{CODES} What is the code of zebra?", 8),
+    ]
+
+    def messages(text: str) -> Any:
+        name, _, question = text.partition(": ")
+        if name not in SCENES:
+            return [{"role": "user", "content": text}]
+        image = {"type": "image", "image": str(pictures / f"{name}.png")}
+        return [{"role": "user", "content": [image, {"type": "text", "text": question}]}]
+
+    with face.LLMEngine(trace_config=face.TraceConfig(jsonl=path), **configured(face, configs)) as engine:
+        drive(engine, face, shown, messages)
+
+
+def m6_pd(path: Path) -> None:
+    m6(path, disaggregation_config={"prefill": 1, "decode": 1}, **PAGES)
+
+
+def m6_overlap(path: Path) -> None:
+    run(
+        "m6_multimodal_pd",
+        path,
+        STREAMS,
+        scheduler_config={"enable_overlap": True, "max_num_batched_tokens": 48},
+        **PAGES,
+    )
+
+
+RUNS = {each.__name__: each for each in (m1, m2, m3, m4, m4_off, m5, m5_whole, m6, m6_pd, m6_overlap)}
+
+
+def main(names: Sequence[str]) -> None:
+    """Record runs, all if none is named."""
+    torch.set_num_threads(1)
+    FOLDER.mkdir(exist_ok=True)
+    for name in names or RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.jsonl")
+            RUNS[name](path)
+            packed = gzip.compress(path.read_bytes(), mtime=0)
+        (FOLDER / f"{name}.jsonl.gz").write_bytes(packed)
+        print(f"{name}: {len(packed):,} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

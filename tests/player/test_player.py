@@ -1,0 +1,350 @@
+"""The page that replays a trace, in a real browser: steps, selection, two runs, bad files, and what it loads."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m1_single_request.player import main
+from stepwise_player.page import STATIC
+
+pytestmark = pytest.mark.browser
+TESTS = Path(__file__).parents[1]
+GOLDEN = {path.parts[-3][:2]: path for path in sorted(TESTS.glob("m*/golden/*.jsonl"))}
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+
+
+class Shown:
+    """The page of some traces, in a browser."""
+
+    def __init__(self, page: Any, folder: Path, *traces: Path) -> None:
+        self.page, path = page, folder / "run.html"
+        self.requests, self.errors = list[str](), list[str]()
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        main([*map(str, traces), "-o", str(path)])
+        page.goto(path.as_uri())
+        page.wait_for_selector("#player > *")
+
+    def texts(self, selector: str) -> list[str]:
+        return [" ".join(text.split()) for text in self.page.locator(selector).all_inner_texts()]
+
+    def text(self, selector: str) -> str:
+        return " ".join(self.page.locator(selector).first.inner_text().split())
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def walk(self) -> list[dict[str, Any]]:
+        """Go to each place in turn; return what is shown there."""
+        return self.page.evaluate(WALK)
+
+
+WALK = """() => {
+    const slider = document.querySelector(".controls input"), found = [], words = text => text.replace(/\\s+/g, " ").trim();
+    const all = (selector, text) => [...document.querySelectorAll(selector)].map(text);
+    for (let x = 0; x <= Number(slider.max); x++) {
+        slider.value = x;
+        slider.dispatchEvent(new Event("input"));
+        found.push({
+            label: document.querySelector("output").textContent,
+            sentences: all(".sentences li", item => words(item.firstChild.textContent)),
+            texts: all(".texts p", item => words(item.textContent)),
+            pages: Number(document.querySelector(".pages canvas").getAttribute("aria-label")?.split(" ")[0]),
+            memory: all(".memory .key", item => item.textContent),
+        });
+    }
+    return found;
+}"""
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    page = browser.new_page(viewport=WIDE)
+    shown: list[Shown] = []
+
+    def show(*traces: Path) -> Shown:
+        shown.append(Shown(page, tmp_path, *traces))
+        return shown[-1]
+
+    yield show
+    page.close()
+    for each in shown:
+        assert each.errors == []
+        assert [url for url in each.requests if not url.startswith(("file:", "data:"))] == []
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def places_of(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The events of each step; those after its end are of the next one."""
+    places: list[list[dict[str, Any]]] = [[]]
+    for line in lines:
+        places[-1].append(line)
+        if line["event"] == "step_done":
+            places.append([])
+    return places if places[-1] else places[:-1]
+
+
+def with_sentences(folder: Path, name: str) -> tuple[Path, list[dict[str, Any]]]:
+    """A golden trace with sentences, which it lacks to stay stable, and with times."""
+    lines = [line | {"time": i / 100, "sentence": f"line {i}"} for i, line in enumerate(lines_of(GOLDEN[name]))]
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return path, lines
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_each_step_has_its_sentences_and_the_texts_so_far(show: Any, tmp_path: Path, name: str) -> None:
+    path, lines = with_sentences(tmp_path, name)
+    places, texts = places_of(lines), dict[str, str]()
+    for number, (shown, place) in enumerate(zip(show(path).walk(), places, strict=True), 1):
+        for line in place:
+            if line["event"] == "result":
+                texts[line["rid"]] = texts.get(line["rid"], "") + line["new_text"]
+        assert shown["label"] == f"step {number} of {len(places)}"
+        assert shown["sentences"] == [line["sentence"] for line in place]
+        assert shown["texts"] == [" ".join(f"{rid} {text}".split()) for rid, text in texts.items()]
+
+
+USES = {
+    "protected": "cached, in use",
+    "owned": "of requests",
+    "evictable": "cached, may be evicted",
+    "available": "free",
+}
+
+
+@pytest.mark.parametrize("name", ["m3", "m4", "m5"])
+def test_the_memory_is_used_as_the_engine_counts_it(show: Any, name: str) -> None:
+    """The page derives it from allocations, batches, insertions, splits and evictions; the engine counts its pool."""
+    lines, compared = lines_of(GOLDEN[name]), 0
+    size = next(line["block_size"] for line in lines if line["event"] == "kv_sized")
+    for shown, place in zip(show(GOLDEN[name]).walk(), places_of(lines), strict=True):
+        for line in place:
+            if line["event"] == "audit":
+                assert shown["pages"] * size == line["total"] - line["available"], f"step {line['step']}"
+                assert shown["memory"] == [f"{line[key]} {words}" for key, words in USES.items() if line[key]]
+            elif line["event"] == "blocks_used":
+                assert shown["pages"] == line["num_used"], f"step {line['step']}"
+            compared += line["event"] in ("audit", "blocks_used")
+    assert compared > 25
+
+
+def test_keys_go_forward_and_back(show: Any) -> None:
+    shown = show(GOLDEN["m2"])
+    shown.page.locator(".controls input").focus()
+    found = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "Shift+ArrowLeft", "Home"):
+        shown.press(key)
+        found.append(shown.text("output").split()[1])
+    assert found == ["2", "3", "2", "10", "1", "1"]
+
+
+def test_a_request_that_is_selected_has_its_whole_history_and_all_else_is_dimmed(show: Any, tmp_path: Path) -> None:
+    path, lines = with_sentences(tmp_path, "m4")
+    shown = show(path)
+    shown.page.locator(".lanes").focus()
+    shown.press("ArrowDown", "ArrowDown")
+    second = [line["rid"] for line in lines if line["event"] == "request_added"][1]
+    own = [line for line in lines if second in line.get("rids", [line.get("rid")])]
+    assert shown.text(".right h4") == f"All that happens to request {second}"
+    assert [text.split(" ", 1)[1].split(" m")[0] for text in shown.texts(".sentences > li")] == [
+        line["sentence"] for line in own
+    ]
+    both = next(
+        n
+        for n, place in enumerate(places_of(lines))
+        for line in place
+        if line.get("rids") and len(line["rids"]) == 2 and line["event"] == "batch"
+    )
+    shown.page.locator(".controls input").fill(str(both))
+    assert (
+        shown.page.locator(".budget .part.dim").count() == 1
+        and shown.page.locator(".budget .part:not(.dim)").count() == 1
+    )
+    shown.press("Escape")
+    assert shown.page.locator(".dim").count() == 0
+
+
+def test_a_node_and_a_page_can_be_selected_and_lead_to_each_other(show: Any) -> None:
+    shown, lines = show(GOLDEN["m4"]), lines_of(GOLDEN["m4"])
+    shown.page.locator(".controls input").fill("2")
+    node = shown.page.locator(".tree .node[tabindex]").first
+    number = node.locator("text").text_content().split()[0]
+    node.focus()
+    shown.press("Enter")
+    assert shown.text(".right h4") == f"All that happens to node {number}"
+    about = [
+        line
+        for line in lines
+        if int(number) in (line.get("node"), line.get("upper"), line.get("parent"), *line.get("nodes", ()))
+    ]
+    assert shown.text(".selected").startswith(f"{len(about)} events") and len(about) > 2
+    assert 0 < shown.page.locator(".tree .node.dim").count() < shown.page.locator(".tree .node[tabindex]").count()
+    shown.press("Escape")
+    shown.page.locator(".pages canvas").click(position={"x": 30, "y": 5})
+    assert shown.text(".right h4") == "All that happens to page 1"
+    assert shown.page.locator(".tree .node[tabindex]:not(.dim)").count() == 1, "the node that has the page"
+
+
+def test_two_runs_go_side_by_side_by_step_and_by_time(show: Any, tmp_path: Path) -> None:
+    (first, lines), (second, others) = with_sentences(tmp_path, "m4"), with_sentences(tmp_path, "m2")
+    shown = show(first, second)
+    assert shown.texts("h3.run") == ["m4", "m2"]
+    shown.press("End")
+    shown.page.locator(".controls input").focus()
+    shown.press("End")
+    for own, text in zip((lines, others), shown.texts(".totals"), strict=True):
+        finished = [line for line in own if line["event"] == "finish" and line["reason"] not in ("abort", "error")]
+        assert f"{len(finished)} requests finished" in text
+    shown.page.locator("select[aria-label=scale]").select_option("time")
+    shown.page.locator(".controls input").fill("100")
+    seconds = 0.1 * (len(lines) - 1) / 100
+    for own, text in zip((lines, others), shown.texts(".totals"), strict=True):
+        ends = [line["time"] for line in own if line["event"] == "step_done"]
+        assert f"{max([end for end in ends if end <= seconds], default=ends[0]):.3f} s" in text
+
+
+def test_it_plays_and_stops_at_the_end(show: Any) -> None:
+    shown = show(GOLDEN["m2"])
+    shown.page.locator("select[aria-label=speed]").select_option("10×")
+    shown.page.get_by_role("button", name="play (space)").click()
+    shown.page.wait_for_function("document.querySelector('output').textContent === 'step 10 of 10'")
+    assert shown.page.get_by_role("button", name="play (space)").inner_text() == "▶"
+    shown.page.get_by_role("button", name="first step (Home)").click()
+    assert shown.text("output") == "step 1 of 10"
+
+
+def test_a_screen_reader_gets_each_step_in_words(show: Any, tmp_path: Path) -> None:
+    path, lines = with_sentences(tmp_path, "m5")
+    shown = show(path)
+    shown.page.locator(".controls input").fill("3")
+    batch = next(line for line in lines if line["event"] == "batch" and line["step"] == 4)
+    assert shown.page.locator(".spoken").text_content() == f"step 4, 4 of 42. {batch['sentence']}"
+
+
+def test_each_event_leads_to_the_line_that_emits_it(show: Any) -> None:
+    shown = show(GOLDEN["m4"])
+    shown.page.locator(".controls input").fill("1")
+    item = shown.page.locator(".sentences li", has_text="split").first
+    where = item.locator("summary").inner_text()
+    path, _, line = where.partition(":")
+    item.locator("summary").click()
+    code = (TESTS.parent / path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+    assert path.startswith("m4_") and "Split" in code and code.strip() in item.locator("pre").inner_text()
+
+
+def test_texts_of_a_trace_never_become_markup(show: Any, tmp_path: Path) -> None:
+    path, evil = tmp_path / "evil.jsonl", "<img src=x onerror=alert(1)></script><!--"
+    lines = [
+        {"step": 0, "event": "request_added", "rid": evil, "sentence": evil},
+        {"step": 1, "event": "batch", "rids": [evil], "mode": "prefill", "sentence": evil},
+        {"step": 1, "event": "result", "rid": evil, "new_text": evil, "tokens": [1], "sentence": evil},
+        {"step": 1, "event": "step_done", "sentence": evil},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    shown = show(path)
+    assert shown.page.locator("main img").count() == 0
+    assert shown.text(".texts p") == f"{evil} {evil}"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "This file has no events."),
+        ("hello\n", "Line 1 is no event of a trace: hello"),
+        ('{"step": 1}\n{"step": 1, "event": "x"}\n', 'Line 1 is no event of a trace: {"step": 1}'),
+        ('{"step": 1, "event": "x"}\n[]\n{"step": 1, "event": "x"}\n', "Line 2 is no event of a trace: []"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_named(show: Any, tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text, encoding="utf-8")
+    assert show(path).text("#player") == f"The trace cannot be shown: {message}"
+
+
+def test_the_trace_of_a_killed_run_is_shown_up_to_its_last_whole_line(show: Any, tmp_path: Path) -> None:
+    path = tmp_path / "killed.jsonl"
+    path.write_text(GOLDEN["m3"].read_text(encoding="utf-8")[:9000], encoding="utf-8")
+    assert len(show(path).walk()) > 3
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(show: Any) -> None:
+    shown = show(GOLDEN["m4"])
+    shown.page.set_viewport_size(PHONE)
+    shown.page.locator(".controls input").fill("20")
+    assert shown.page.evaluate("document.scrollingElement.scrollWidth") <= PHONE["width"]
+
+
+# --- the site, without its server ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def site(browser: Any) -> Iterator[Any]:
+    """A page of a site that has the player's modules, and a trace."""
+    page = browser.new_page(viewport=WIDE)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+
+    def answer(route: Any) -> None:
+        name = route.request.url.rpartition("/")[2]
+        if name == "links.js":
+            route.fulfill(body="export const links = {};", content_type="text/javascript")
+        elif name == "m4.jsonl.gz":
+            route.fulfill(body=gzip.compress(GOLDEN["m4"].read_bytes()), content_type="application/gzip")
+        elif (STATIC / name).is_file():
+            route.fulfill(path=STATIC / name)
+        elif name == "page.html":
+            route.fulfill(body=SITE, content_type="text/html")
+        else:
+            route.fulfill(status=404)
+
+    page.route("**/*", answer)
+    page.goto("http://site.test/page.html")
+    yield page
+    page.close()
+    assert errors == []
+
+
+SITE = """<!doctype html><meta charset="utf-8"><body data-md-color-scheme="slate">
+<div class="stepwise-player" data-base="./" data-runs='[{"name": "m4", "url": "m4.jsonl.gz"}]'></div>
+<div class="stepwise-player" data-base="./" data-runs='[{"name": "gone", "url": "gone.jsonl.gz"}]'></div>
+<div class="stepwise-drop" data-base="./"></div><div class="own"></div>
+<script type="module" src="site.js"></script>"""
+DROP = """([name, text]) => {
+    const data = new DataTransfer();
+    data.items.add(new File([text], name));
+    document.dispatchEvent(new DragEvent("drop", {dataTransfer: data, bubbles: true}));
+}"""
+
+
+def test_a_page_of_the_site_loads_its_trace_and_follows_its_colours(site: Any) -> None:
+    site.wait_for_selector(".stepwise-player .sentences li")
+    first = site.locator(".stepwise-player").first
+    assert first.locator("output").inner_text() == "step 1 of 55"
+    assert first.get_attribute("data-scheme") == "dark"
+    site.evaluate("document.body.dataset.mdColorScheme = 'default'")
+    site.wait_for_selector(".stepwise-player[data-scheme=light]")
+    assert "gone.jsonl.gz: 404" in site.get_by_role("alert").first.inner_text()
+
+
+def test_a_trace_of_the_reader_is_dropped_or_chosen(site: Any, tmp_path: Path) -> None:
+    site.evaluate(DROP, ["mine.jsonl", GOLDEN["m2"].read_text(encoding="utf-8")])
+    site.wait_for_selector(".own .sentences li")
+    assert site.locator(".own output").inner_text() == "step 1 of 10"
+    site.evaluate(DROP, ["no.jsonl", "hello\n"])
+    site.wait_for_function("document.querySelector('.stepwise-drop [role=alert]').textContent !== ''")
+    assert site.locator(".stepwise-drop [role=alert]").inner_text() == "Line 1 is no event of a trace: hello"
+    packed = tmp_path / "two.jsonl.gz"
+    packed.write_bytes(gzip.compress(GOLDEN["m5"].read_bytes()))
+    site.locator(".stepwise-drop input").set_input_files([packed, GOLDEN["m3"]])
+    site.wait_for_function("document.querySelectorAll('.own h3.run').length === 2")
+    assert site.locator(".own h3.run").all_inner_texts() == ["two.jsonl.gz", "little_memory.jsonl"]
