@@ -36,6 +36,7 @@ COMMANDS = {
     "kv_types": Command("m3.kv_types", "m3 with KV in bfloat16, int8 and fp8: answers, perplexity, attention", "5 min"),
     "peers": Command("peers", "llama.cpp, OpenVINO, vLLM and transformers beside m6, on one CPU", "60 min"),
     "limits": Command("peers.limits", "memory, arithmetic and Python of the loads of `peers` in m6", "10 min"),
+    "player": Command("player", "the page that replays a trace of 100,000 events, in a browser", "3 min"),
     "against": Command("against", "this checkout against another one, every milestone", "9 min"),
 }
 

@@ -1,9 +1,9 @@
 """The trace player on the site: a paragraph of a page that is only a link becomes a player.
 
     [player: What to look at.](assets/traces/m4.jsonl.gz)
-    [player: What differs.](assets/traces/m4.jsonl.gz "with the cache") [beside](assets/traces/m4_off.jsonl.gz "without")
+    [player: What differs.](assets/traces/m4.jsonl.gz "with a cache") [beside](assets/traces/m4_off.jsonl.gz "without")
 
-Two links are two runs side by side, with their titles as names. `[player: drop]()` is a place for the reader's own traces.
+Two links are two runs side by side, with their titles as names. `[player: drop]()` is a place for traces of the reader.
 A player loads its traces once it is in sight. The modules of `stepwise_player` are files of the site.
 """
 
@@ -26,6 +26,12 @@ FOLDER = "assets/player"
 TRACE = r'\]\(([\w./]+\.jsonl\.gz)(?: "([^"]*)")?\)'
 PLAYER = re.compile(rf"^\[player: ([^\]]+){TRACE}(?: \[[^\]]+{TRACE})?$", re.M)
 DROP = "[player: drop]()"
+ZONE = """<div class="stepwise-drop" data-base="{base}">Drop one trace here, or two, or choose them: </div>
+<div></div>"""
+FIGURE = """<figure class="stepwise-run" markdown="1">
+<div class="stepwise-player" data-runs="{runs}" data-base="{base}"></div>
+<figcaption markdown="span">{caption}</figcaption>
+</figure>"""
 HEAD = """<link rel="stylesheet" href="{folder}/player.css">
 <script type="module" src="{folder}/site.js"></script>
 </head>"""
@@ -33,7 +39,7 @@ HEAD = """<link rel="stylesheet" href="{folder}/player.css">
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the player's modules, its style, and the places in the code that emit events."""
-    for path in sorted(STATIC.glob("*.*")):
+    for path in sorted(STATIC.iterdir()):
         files.append(File.generated(config, f"{FOLDER}/{path.name}", abs_src_path=str(path)))
     places = {kind: [{**place, "code": ""} for place in found] for kind, found in sources().items()}
     files.append(File.generated(config, f"{FOLDER}/links.js", content=f"export const links = {json.dumps(places)};\n"))
@@ -45,13 +51,9 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
 
     def element(found: re.Match[str]) -> str:
         caption, *traces = found.groups()
-        runs = [
-            {"name": name or caption, "url": url_of(trace)}
-            for trace, name in zip(traces[::2], traces[1::2], strict=True)
-            if trace
-        ]
-        data = html.escape(json.dumps(runs))
-        return f'<figure class="stepwise-run" markdown="1">\n<div class="stepwise-player" data-runs="{data}" data-base="{base}"></div>\n<figcaption markdown="span">{caption}</figcaption>\n</figure>'
+        pairs = zip(traces[::2], traces[1::2], strict=True)
+        runs = [{"name": name or caption, "url": url_of(trace)} for trace, name in pairs if trace]
+        return FIGURE.format(caption=caption, base=base, runs=html.escape(json.dumps(runs)))
 
     def url_of(trace: str) -> str:
         file = files.get_file_from_path(trace)
@@ -61,8 +63,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
         return file.url_relative_to(page.file)
 
     base = get_relative_url(".", page.url)
-    drop = f'<div class="stepwise-drop" data-base="{base}">Drop one or two traces here, or choose them: </div>\n<div class="own-run"></div>'
-    return PLAYER.sub(element, markdown).replace(DROP, drop)
+    return PLAYER.sub(element, markdown).replace(DROP, ZONE.format(base=base))
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:

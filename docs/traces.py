@@ -1,7 +1,7 @@
 """Record the traces that the players of the lessons show: `python -m docs.traces`, or `python -m docs.traces m4 m5`.
 
-Each is a run of some requests with the model that ships, on one thread. A request arrives before the step that its number
-says. Every file is gzipped JSONL in `docs/assets/traces`.
+Each is a run of some requests with the model that ships, on one thread. Every file is gzipped JSONL in
+`docs/assets/traces`.
 """
 
 import gzip

@@ -46,7 +46,7 @@ try {{
 
 
 def bundle() -> str:
-    """Return all modules as one script, each in a function of its own; it ends with what `player.js` and `load.js` export."""
+    """Return all modules as one script, each in a function of its own, and what `player.js` and `load.js` export."""
     texts = [_as_function(name, (STATIC / f"{name}.js").read_text(encoding="utf-8")) for name in MODULES]
     return "\n".join([*texts, "const {mount} = in_player, {embed, accept, fail, unpacked} = in_load;"])
 

@@ -1,7 +1,7 @@
 """Where in the code events come from: the calls of `emit`, found in the syntax trees of the milestones' packages.
 
-A call names a class of events or one of its factories (`Admit.of`), or something that is named after one: `batch_event`,
-`sampled_row`. An event that no call names leads to its class.
+A call names a class of events or one of its factories (`Admit.of`), or something that is named after one:
+`batch_event`, `sampled_row`. An event that no call names leads to its class.
 """
 
 import ast

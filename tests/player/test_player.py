@@ -12,6 +12,7 @@ from m1_single_request.player import main
 from stepwise_player.page import STATIC
 
 pytestmark = pytest.mark.browser
+MORE = pytest.mark.exhaustive
 TESTS = Path(__file__).parents[1]
 GOLDEN = {path.parts[-3][:2]: path for path in sorted(TESTS.glob("m*/golden/*.jsonl"))}
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -46,7 +47,8 @@ class Shown:
 
 
 WALK = """() => {
-    const slider = document.querySelector(".controls input"), found = [], words = text => text.replace(/\\s+/g, " ").trim();
+    const slider = document.querySelector(".controls input"), found = [];
+    const words = text => text.replace(/\\s+/g, " ").trim();
     const all = (selector, text) => [...document.querySelectorAll(selector)].map(text);
     for (let x = 0; x <= Number(slider.max); x++) {
         slider.value = x;
@@ -101,6 +103,7 @@ def with_sentences(folder: Path, name: str) -> tuple[Path, list[dict[str, Any]]]
     return path, lines
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", GOLDEN)
 def test_each_step_has_its_sentences_and_the_texts_so_far(show: Any, tmp_path: Path, name: str) -> None:
     path, lines = with_sentences(tmp_path, name)
@@ -122,6 +125,7 @@ USES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["m3", "m4", "m5"])
 def test_the_memory_is_used_as_the_engine_counts_it(show: Any, name: str) -> None:
     """The page derives it from allocations, batches, insertions, splits and evictions; the engine counts its pool."""
@@ -138,6 +142,7 @@ def test_the_memory_is_used_as_the_engine_counts_it(show: Any, name: str) -> Non
     assert compared > 25
 
 
+@MORE
 def test_keys_go_forward_and_back(show: Any) -> None:
     shown = show(GOLDEN["m2"])
     shown.page.locator(".controls input").focus()
@@ -148,6 +153,7 @@ def test_keys_go_forward_and_back(show: Any) -> None:
     assert found == ["2", "3", "2", "10", "1", "1"]
 
 
+@MORE
 def test_a_request_that_is_selected_has_its_whole_history_and_all_else_is_dimmed(show: Any, tmp_path: Path) -> None:
     path, lines = with_sentences(tmp_path, "m4")
     shown = show(path)
@@ -174,6 +180,7 @@ def test_a_request_that_is_selected_has_its_whole_history_and_all_else_is_dimmed
     assert shown.page.locator(".dim").count() == 0
 
 
+@MORE
 def test_a_node_and_a_page_can_be_selected_and_lead_to_each_other(show: Any) -> None:
     shown, lines = show(GOLDEN["m4"]), lines_of(GOLDEN["m4"])
     shown.page.locator(".controls input").fill("2")
@@ -213,9 +220,10 @@ def test_two_runs_go_side_by_side_by_step_and_by_time(show: Any, tmp_path: Path)
         assert f"{max([end for end in ends if end <= seconds], default=ends[0]):.3f} s" in text
 
 
+@MORE
 def test_it_plays_and_stops_at_the_end(show: Any) -> None:
     shown = show(GOLDEN["m2"])
-    shown.page.locator("select[aria-label=speed]").select_option("10×")
+    shown.page.locator("select[aria-label=speed]").select_option(index=4)
     shown.page.get_by_role("button", name="play (space)").click()
     shown.page.wait_for_function("document.querySelector('output').textContent === 'step 10 of 10'")
     assert shown.page.get_by_role("button", name="play (space)").inner_text() == "▶"
@@ -223,6 +231,7 @@ def test_it_plays_and_stops_at_the_end(show: Any) -> None:
     assert shown.text("output") == "step 1 of 10"
 
 
+@MORE
 def test_a_screen_reader_gets_each_step_in_words(show: Any, tmp_path: Path) -> None:
     path, lines = with_sentences(tmp_path, "m5")
     shown = show(path)
@@ -231,6 +240,7 @@ def test_a_screen_reader_gets_each_step_in_words(show: Any, tmp_path: Path) -> N
     assert shown.page.locator(".spoken").text_content() == f"step 4, 4 of 42. {batch['sentence']}"
 
 
+@MORE
 def test_each_event_leads_to_the_line_that_emits_it(show: Any) -> None:
     shown = show(GOLDEN["m4"])
     shown.page.locator(".controls input").fill("1")
@@ -242,6 +252,7 @@ def test_each_event_leads_to_the_line_that_emits_it(show: Any) -> None:
     assert path.startswith("m4_") and "Split" in code and code.strip() in item.locator("pre").inner_text()
 
 
+@MORE
 def test_texts_of_a_trace_never_become_markup(show: Any, tmp_path: Path) -> None:
     path, evil = tmp_path / "evil.jsonl", "<img src=x onerror=alert(1)></script><!--"
     lines = [
@@ -256,6 +267,7 @@ def test_texts_of_a_trace_never_become_markup(show: Any, tmp_path: Path) -> None
     assert shown.text(".texts p") == f"{evil} {evil}"
 
 
+@MORE
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -271,12 +283,14 @@ def test_a_file_that_is_no_trace_is_named(show: Any, tmp_path: Path, text: str, 
     assert show(path).text("#player") == f"The trace cannot be shown: {message}"
 
 
+@MORE
 def test_the_trace_of_a_killed_run_is_shown_up_to_its_last_whole_line(show: Any, tmp_path: Path) -> None:
     path = tmp_path / "killed.jsonl"
     path.write_text(GOLDEN["m3"].read_text(encoding="utf-8")[:9000], encoding="utf-8")
     assert len(show(path).walk()) > 3
 
 
+@MORE
 def test_on_a_phone_nothing_is_wider_than_the_screen(show: Any) -> None:
     shown = show(GOLDEN["m4"])
     shown.page.set_viewport_size(PHONE)
@@ -284,7 +298,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(show: Any) -> None:
     assert shown.page.evaluate("document.scrollingElement.scrollWidth") <= PHONE["width"]
 
 
-# --- the site, without its server ---------------------------------------------------------------------------------------
+# --- the site, without its server ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -326,6 +340,7 @@ DROP = """([name, text]) => {
 }"""
 
 
+@MORE
 def test_a_page_of_the_site_loads_its_trace_and_follows_its_colours(site: Any) -> None:
     site.wait_for_selector(".stepwise-player .sentences li")
     first = site.locator(".stepwise-player").first
@@ -348,3 +363,25 @@ def test_a_trace_of_the_reader_is_dropped_or_chosen(site: Any, tmp_path: Path) -
     site.locator(".stepwise-drop input").set_input_files([packed, GOLDEN["m3"]])
     site.wait_for_function("document.querySelectorAll('.own h3.run').length === 2")
     assert site.locator(".own h3.run").all_inner_texts() == ["two.jsonl.gz", "little_memory.jsonl"]
+
+
+@MORE
+def test_the_same_modules_are_a_widget_of_notebooks(browser: Any) -> None:
+    """Without Jupyter: a browser calls `render` as Jupyter does, with the widget's values."""
+    from stepwise_player.widget import Player
+
+    widget = Player(GOLDEN["m4"], GOLDEN["m2"])
+    page = browser.new_page(viewport=WIDE)
+    page.set_content("<div id=cell></div>")
+    page.evaluate(RENDER, [widget._esm, widget.runs, widget.links])
+    assert page.locator("#cell h3.run").all_inner_texts() == ["shared_prefixes", "small_batch"]
+    page.evaluate("close()")
+    assert page.locator("#cell .panel").count() == 0
+    page.close()
+
+
+RENDER = """async ([script, runs, links]) => {
+    const module = await import(URL.createObjectURL(new Blob([script], {type: "text/javascript"})));
+    const values = {runs, links};
+    window.close = await module.default.render({model: {get: name => values[name]}, el: document.getElementById("cell")});
+}"""

@@ -1,0 +1,40 @@
+"""The player in a notebook: `Player("trace.jsonl")`, or two traces side by side. Needs `anywidget`."""
+
+import base64
+import gzip
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from stepwise_player.page import STATIC, bundle
+from stepwise_player.sources import sources
+
+RENDER = """
+async function render({model, el}) {
+  const root = document.createElement("div");
+  el.append(root);
+  try {
+    const unpack = async ({name, packed}) => ({name, text: await unpacked(packed)});
+    const runs = await Promise.all(model.get("runs").map(unpack));
+    const player = mount(root, runs, {links: model.get("links")});
+    return () => player.close();
+  } catch (error) { fail(root, error); }
+}
+export default {render};
+"""
+
+
+class Player(anywidget.AnyWidget):  # type: ignore[misc]
+    """A widget that replays trace files; their names are its titles. Raises `OSError`."""
+
+    _esm = bundle() + RENDER
+    _css = (STATIC / "player.css").read_text(encoding="utf-8")
+    runs = traitlets.List().tag(sync=True)
+    links = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, *traces: str | Path, **options: Any) -> None:
+        packed = [base64.b64encode(gzip.compress(Path(trace).read_bytes())).decode() for trace in traces]
+        runs = [{"name": Path(trace).stem, "packed": text} for trace, text in zip(traces, packed, strict=True)]
+        super().__init__(runs=runs, links=sources(), **options)
