@@ -27,9 +27,9 @@ def sources() -> dict[str, list[dict[str, Any]]]:
     classes = dict[str, list[dict[str, Any]]]()
     for path, tree in trees.items():
         if "events" in path.name:
-            for node in tree.body:
-                if isinstance(node, ast.ClassDef):
-                    classes.setdefault(_kind_of(node.name), [_place(path, texts[path], node.lineno)])
+            for each in tree.body:
+                if isinstance(each, ast.ClassDef):
+                    classes.setdefault(_kind_of(each.name), [_place(path, texts[path], each.lineno)])
     calls = defaultdict[str, list[dict[str, Any]]](list)
     for path, tree in trees.items():
         names = dict(_imported(tree))

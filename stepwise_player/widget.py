@@ -26,13 +26,13 @@ export default {render};
 """
 
 
-class Player(anywidget.AnyWidget):  # type: ignore[misc]
+class Player(anywidget.AnyWidget):
     """A widget that replays trace files; their names are its titles. Raises `OSError`."""
 
     _esm = bundle() + RENDER
     _css = (STATIC / "player.css").read_text(encoding="utf-8")
-    runs = traitlets.List().tag(sync=True)
-    links = traitlets.Dict().tag(sync=True)
+    runs: Any = traitlets.List().tag(sync=True)
+    links: Any = traitlets.Dict().tag(sync=True)
 
     def __init__(self, *traces: str | Path, **options: Any) -> None:
         packed = [base64.b64encode(gzip.compress(Path(trace).read_bytes())).decode() for trace in traces]

@@ -383,5 +383,6 @@ def test_the_same_modules_are_a_widget_of_notebooks(browser: Any) -> None:
 RENDER = """async ([script, runs, links]) => {
     const module = await import(URL.createObjectURL(new Blob([script], {type: "text/javascript"})));
     const values = {runs, links};
-    window.close = await module.default.render({model: {get: name => values[name]}, el: document.getElementById("cell")});
+    const model = {get: name => values[name]};
+    window.close = await module.default.render({model, el: document.getElementById("cell")});
 }"""
