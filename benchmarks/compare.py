@@ -206,14 +206,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
     path = args.output / "run.json"
     path.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
     console.print(f"written to {args.output}", highlight=False)
-    lesson.drawn(lambda: draw(report, args.output / "run.png"), console)
+    lesson.drawn(lambda: draw(report, args.output / "run.svg"), console)
 
 
 def draw(report: Row, path: Path) -> None:
     """Draw ratios and gaps."""
-    from benchmarks.plots import comparison
+    from benchmarks.plots import comparison, save
 
-    comparison(report).savefig(path, dpi=110)
+    save(comparison(report), path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

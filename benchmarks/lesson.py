@@ -193,6 +193,8 @@ class Command:
     def _plots(self, parts: Mapping[str, Any]) -> None:
         """Draw the plots whose parts were measured."""
         if beside := self._beside("plots"):
+            from benchmarks.plots import save
+
             for name, (needed, draw) in beside.PLOTS.items():
                 if all(part in parts for part in needed.split()):
-                    draw(*[parts[part] for part in needed.split()]).savefig(self.pictures / f"{name}.png", dpi=110)
+                    save(draw(*[parts[part] for part in needed.split()]), self.pictures / f"{name}.svg")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from docs.reading_order import IDEAS, READING
+from docs.scheme import document
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = tuple(IDEAS)
@@ -23,10 +24,9 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 PICTURE = ROOT / "docs" / "assets" / "packages.svg"
 BLOCK = re.compile(r"<!-- reading order: ([\w-]+) -->\n.*?<!-- end of reading order -->", re.DOTALL)
 
-BOX_WIDTH, BOX_HEIGHT, STEP_X, STEP_Y, MARGIN = 250, 68, 105, 96, 12
+BOX_WIDTH, BOX_HEIGHT, STEP_X, STEP_Y, MARGIN = 250, 84, 105, 112, 12
 """Of a package in the picture, and from one to the next, in pixels."""
 STYLE = """<style>
-text { font-family: sans-serif; fill: #333 }
 .name { font-size: 14px; font-weight: bold }
 .small { font-size: 11px }
 </style>
@@ -77,17 +77,9 @@ def picture() -> str:
         for number, package in enumerate(PACKAGES)
         for target, count in sorted(imports(package).items())
     ]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-            "<title>The packages, and the number of import statements with which each names an earlier one</title>",
-            STYLE,
-            f'<rect width="{width}" height="{height}" fill="white"/>',
-            *arrows,
-            *(_box(number, package) for number, package in enumerate(PACKAGES)),
-            "</svg>\n",
-        ]
-    )
+    title = "The packages, and the number of import statements with which each names an earlier one"
+    boxes = [_box(number, package) for number, package in enumerate(PACKAGES)]
+    return document(width, height, "\n".join([f"<title>{title}</title>", STYLE, *arrows, *boxes]))
 
 
 def _corner(number: int) -> tuple[int, int]:
@@ -100,7 +92,7 @@ def _box(number: int, package: str) -> str:
     files = [path for path in (ROOT / package).rglob("*.py") if path.stat().st_size]
     size = f"{len(files)} files, {sum(map(code_lines, files)):,} lines of code"
     return (
-        f'<rect x="{x}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6" fill="#e0f2f1" stroke="#00897b"/>'
+        f'<rect x="{x}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6" fill="#00897b22" stroke="#00897b"/>'
         f'<text class="name" x="{x + 12}" y="{y + 24}">{package}</text>'
         f'<text class="small" x="{x + 12}" y="{y + 42}">{IDEAS[package]}</text>'
         f'<text class="small" x="{x + 12}" y="{y + 58}">{size}</text>'

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.m3.trace import run
-from benchmarks.plots import bare, legend, panels
+from benchmarks.plots import ON_DEEP, bare, ink_on, legend, panels, save
 from m3_paged_attention.views.block_map import BlockMap, Frame
 from notebooks.checks_m3 import draw_blocks
 
@@ -17,7 +17,10 @@ OWNER, STEP, POSITION = "six/0", 4, 8
 def block_map(frames: list[Frame]) -> Figure:
     """Draw the owners of the blocks after each step."""
     figure, axis = panels(9, 4.2)
-    legend(figure, {rid: color for rid, color in draw_blocks(axis, frames).items()})
+    colors = draw_blocks(axis, frames)
+    for number in axis.texts:
+        number.set_color(ON_DEEP)
+    legend(figure, colors)
     return figure
 
 
@@ -28,22 +31,21 @@ def block_table(frame: Frame, owner: str, position: int) -> Figure:
     width, index, offset = size + 0.7, position // size, position % size
     slot = table[index] * size + offset
 
-    def cell(x: float, y: float, text: object, *, color: str = "0.94", ink: str = "0.4", span: float = 1) -> None:
+    def cell(x: float, y: float, text: object, *, color: str, span: float = 1) -> None:
         axis.barh(y, span, left=x, height=0.5, color=color, edgecolor="white")
-        axis.annotate(str(text), (x + span / 2, y), color=ink, fontsize=8, ha="center", va="center")
+        axis.annotate(str(text), (x + span / 2, y), color=ink_on(color), fontsize=8, ha="center", va="center")
 
     for token in range(frame.num_kv[owner]):
-        cell(token // size * width + token % size, 3, token, color="C3" if token == position else "C1", ink="white")
+        cell(token // size * width + token % size, 3, token, color="C3" if token == position else "C1")
     for number, block_id in enumerate(table):
-        style = {"color": "C3", "ink": "white"} if number == index else {"color": "0.8", "ink": "black"}
-        cell(number * width, 2, f"[{number}]  {block_id}", span=size, **style)
+        cell(number * width, 2, f"[{number}]  {block_id}", span=size, color="C3" if number == index else "0.8")
     for block in frame.blocks:
         first = (block.block_id - 1) * width
         for place in range(size):
             filled, here = place < block.num_tokens, block.block_id * size + place
             own = "C1" if block.block_id in table else "0.6"
             color = "C3" if here == slot else own if filled else "0.94"
-            cell(first + place, 0.6, here, color=color, ink="white" if filled else "0.6")
+            cell(first + place, 0.6, here, color=color)
         axis.annotate(f"block {block.block_id}", (first + size / 2, 0.2), fontsize=8, ha="center", va="top")
     arrow: dict[str, Any] = {"arrowstyle": "-|>", "color": "C3"}
     middle, target = index * width + size / 2, (table[index] - 1) * width + offset + 0.5
@@ -66,5 +68,5 @@ def draw_pictures(folder: Path) -> None:
     reader = BlockMap()
     run(reader)
     frame = next(frame for frame in reader.frames if frame.step == STEP)
-    block_map(reader.frames).savefig(folder / "m3_block_map.png", dpi=110)
-    block_table(frame, OWNER, POSITION).savefig(folder / "m3_block_table.png", dpi=110)
+    save(block_map(reader.frames), folder / "m3_block_map.svg")
+    save(block_table(frame, OWNER, POSITION), folder / "m3_block_table.svg")

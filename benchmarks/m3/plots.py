@@ -97,6 +97,7 @@ def preemption(part: Row) -> Figure:
     right.bar(counts, again, color="C3", width=0.6, label="computed again")
     right.bar(counts, swapped, bottom=again, color="C1", width=0.6, label="swapped out")
     right.set(ylabel="thousand tokens", title="KV that was lost or moved")
+    right.set_ylim(top=1.4 * max(map(sum, zip(again, swapped, strict=True))))  # room for the legend
     right.legend(loc="upper left", fontsize=8)
     return figure
 

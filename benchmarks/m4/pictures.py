@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.plots import bare, box, legend, panels, shortened
+from benchmarks.plots import bare, box, legend, panels, save, shortened
 from m4_radix_cache import CacheConfig, LLMEngine, SamplingParams
 from m4_radix_cache.mem_cache.radix_key import decode
 from m4_radix_cache.request import Req
@@ -20,7 +20,7 @@ CHAT = (
     ("Bob", "What is a token?"),
 )
 """Turns of two conversations: user and question."""
-FOUND, NEW, OTHERS = "#8fd18f", "#ffb870", "0.85"
+FOUND, NEW, OTHERS = "#8fd6c2", "#ffb870", "0.85"
 
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def intervals(found: list[Stage]) -> Figure:
         "its own, whole pages": "C1",
         "its own, tail of a page": "#ffd39b",
         "in flight: slots, no KV yet": "0.75",
-        "evictable": "#c7e3c7",
+        "evictable": "#bfe3d8",
     }
     for row, stage in enumerate(found):
         whole = max(stage.protected, stage.committed // INTERVAL_PAGE * INTERVAL_PAGE)
@@ -170,8 +170,7 @@ def intervals(found: list[Stage]) -> Figure:
         start = 0
         for name, end in zip(names, ends, strict=False):
             if end > start:
-                ink = "white" if colors[name] in ("C2", "C0", "C1") else "black"
-                box(axis, start, row - 0.31, (end - start, 0.62), str(end - start), colors[name], color=ink)
+                box(axis, start, row - 0.31, (end - start, 0.62), str(end - start), colors[name])
                 start = end
     longest = max(stage.allocated for stage in found)
     pages = range(0, longest + INTERVAL_PAGE, INTERVAL_PAGE)
@@ -188,5 +187,5 @@ def intervals(found: list[Stage]) -> Figure:
 
 def draw_pictures(folder: Path) -> None:
     """Draw the pictures into a folder."""
-    growing_tree(chat()).savefig(folder / "m4_tree.png", dpi=110)
-    intervals(stages()).savefig(folder / "m4_intervals.png", dpi=110)
+    save(growing_tree(chat()), folder / "m4_tree.svg")
+    save(intervals(stages()), folder / "m4_intervals.svg")

@@ -6,7 +6,7 @@ from matplotlib.ticker import FuncFormatter
 from benchmarks.plots import SMALL, Row, bare, gaps_over_time, lines, panels, ticks
 
 COLORS = {"m3": "C1", "m4, no sharing": "0.6", "m4, hashes": "C2", "m4, tree": "C0", "m4": "C0"}
-STRATEGIES = {"lru": "C0", "fifo": "C9", "lfu": "C1", "slru": "C4", "priority": "C3"}
+STRATEGIES = {"lru": "C0", "fifo": "0.5", "lfu": "C1", "slru": "C4", "priority": "C3"}
 
 
 def hit_rate(part: Row) -> Figure:
@@ -21,7 +21,7 @@ def hit_rate(part: Row) -> Figure:
         for name, rates in part["strategies"].items():
             style: Row = {"lw": 4, "alpha": 0.45} if name == "lru" else {}  # others lie on it
             own = [100 * rate for rate in rates[tenants]]
-            axis.plot(sizes, own, "o-", color=STRATEGIES.get(name, "C5"), ms=4, label=f"tree, {name}", **style)
+            axis.plot(sizes, own, "o-", color=STRATEGIES[name], ms=4, label=f"tree, {name}", **style)
         hashes = [100 * rate for rate in part["hashes"][tenants]]
         axis.plot(sizes, hashes, color="k", marker="x", ms=5, lw=0.8, ls=(0, (5, 4)), label="hashes, lru")
         axis.set(xscale="log", xticks=sizes, xlabel="capacity, tokens", ylim=(0, 100))

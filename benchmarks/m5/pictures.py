@@ -7,15 +7,15 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.m5.trace import MEMORY, steps
-from benchmarks.plots import bare, box, legend, panels, shortened
+from benchmarks.plots import bare, box, legend, panels, save, shortened
 from m1_single_request.trace_readers import Records
 from m5_chunked_prefill_spec.events import Verified
 
 REQUEST, SHOWN_STEPS = "ann", (3, 4, 5, 6)
 FIRST_SHOWN = 20  # the place of the first token that the picture of slots shows
-RIGHT, WRONG, OWN, BONUS = "#a6dba0", "#f4a6a0", "#fdb863", "#92c5de"
+RIGHT, WRONG, OWN, BONUS = "#8fd6c2", "#e98f7a", "#fdb863", "#6aaede"
 KINDS = {
-    "the tree's: KV": "#c7e3c7",
+    "the tree's: KV": "#bfe3d8",
     "its own: KV": "#ffd39b",
     "newest token: slot, KV now": "#92c5de",
     "guess: slot, KV now": "#d9c3e8",
@@ -129,5 +129,5 @@ def kind_of(moment: Moment, place: int) -> str:
 def draw_pictures(folder: Path) -> None:
     """Draw the pictures into a folder."""
     verified, moments = watch()
-    accepted(verified).savefig(folder / "m5_accepted.png", dpi=110)
-    slots(moments).savefig(folder / "m5_slots.png", dpi=110)
+    save(accepted(verified), folder / "m5_accepted.svg")
+    save(slots(moments), folder / "m5_slots.svg")

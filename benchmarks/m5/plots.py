@@ -7,12 +7,12 @@ from matplotlib.patches import Patch
 from benchmarks.m5.gaps import WHOLE
 from benchmarks.plots import SMALL, Row, bare, box, gap_panels, gaps_over_time, panels, ticks
 
-FILLS = {"decodes": ("C0", "decodes"), "guesses": ("C9", "guesses"), "prompt": ("C1", "pieces of prompts")}
+FILLS = {"decodes": ("C0", "decodes"), "guesses": ("C4", "guesses"), "prompt": ("C1", "pieces of prompts")}
 ORIGINS = {
     "plain": ("0.88", "no guess was made"),
-    "accepted": ("#a6dba0", "guessed and right"),
+    "accepted": ("#8fd6c2", "guessed and right"),
     "corrected": ("#fdb863", "in the place of a wrong guess"),
-    "bonus": ("#92c5de", "on top, after guesses that were all right"),
+    "bonus": ("#6aaede", "on top, after guesses that were all right"),
 }
 METHODS = {"ngram": "C2", "draft_model": "C4"}
 LINE = 92  # characters of an answer in one line

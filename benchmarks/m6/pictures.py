@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from benchmarks.m6.trace import CONFIGS, PICTURES
-from benchmarks.plots import SMALL, arrow, box, panels
+from benchmarks.plots import ON_DEEP, ON_PALE, SMALL, arrow, box, panels, save
 from benchmarks.texts import message
 from m6_multimodal_pd import LLMEngine
 from training.scenes import Thing, draw_scene
@@ -36,13 +36,13 @@ def positions(engine: LLMEngine) -> Figure:
     block = inputs.mrope_positions[:, item.start : item.end].reshape(3, rows, columns)
     for axis, name, values in zip(middle.subplots(1, 3), AXES, block, strict=True):
         axis.imshow(values, cmap="viridis", vmin=item.start - 2, vmax=int(block.max()) + 1)
-        numbers(axis, values, 1, color="white")
+        numbers(axis, values, 1, color=ON_DEEP)
         axis.set_title(f"{name} of the picture's tokens", fontsize=10)
         axis.set(xticks=[], yticks=[])
     axis, all_positions = lower.subplots(), inputs.mrope_positions
     axis.imshow(all_positions, cmap="viridis", aspect="auto")
     for (row, column), value in np.ndenumerate(all_positions):
-        ink = "white" if value < (all_positions.min() + all_positions.max()) * 0.55 else "black"
+        ink = ON_DEEP if value < (all_positions.min() + all_positions.max()) * 0.55 else ON_PALE
         axis.text(column, row, str(value), ha="center", va="center", fontsize=7, color=ink)
     axis.add_patch(Rectangle((item.start - 0.5, -0.5), item.num_tokens, 3, fill=False, edgecolor="C3", lw=2))
     tokenizer: Any = engine.engine_core.input_processor.tokenizer
@@ -63,9 +63,9 @@ def scene(axis: Axes, rows: int, columns: int, title: str) -> None:
     height, width = SCENE.pixels.shape[:2]
     axis.imshow(SCENE.pixels)
     for row in range(1, rows):
-        axis.axhline(row * height / rows - 0.5, color="black", lw=0.8)
+        axis.axhline(row * height / rows - 0.5, color=ON_PALE, lw=0.8)
     for column in range(1, columns):
-        axis.axvline(column * width / columns - 0.5, color="black", lw=0.8)
+        axis.axvline(column * width / columns - 0.5, color=ON_PALE, lw=0.8)
     axis.set_title(title, fontsize=10)
     axis.set(xticks=[], yticks=[])
 
@@ -81,9 +81,9 @@ def numbers(axis: Axes, values: np.ndarray, side: int, **style: Any) -> None:
 def deepstack(engine: LLMEngine) -> Figure:
     """Draw tower and decoder side by side, and the embeddings that go from one to the other."""
     core: Any = engine.engine_core
-    tower, layers = core.encoder.tower.config, len(core.executor.worker.model_runner.model.layers)
+    tower, layers = core.encoder.tower.network, len(core.executor.worker.model_runner.model.layers)
     figure, axis = panels(10, 5.2)
-    left = ["patches and their\nrows and columns", *(f"tower layer {layer}" for layer in range(tower.depth))]
+    left = ["patches and their\nrows and columns", *(f"tower layer {layer}" for layer in range(len(tower.blocks)))]
     right = ["embeddings of tokens", *(f"decoder layer {layer}" for layer in range(layers)), "norm, logits"]
     for x, names, color in ((0, left, TOWER), (6, right, DECODER)):
         for place, name in enumerate(names):
@@ -92,11 +92,11 @@ def deepstack(engine: LLMEngine) -> Figure:
             if place:
                 arrow(axis, (x + 1, place - 0.2), (x + 1, place + 0.2), "0.4")
     box(axis, 3, 0.2, (2, 0.6), "merger: 4 patches,\n1 embedding", MERGER, edgecolor="0.5")
-    top = 1.1 + tower.depth
+    top = 1.1 + len(tower.blocks)
     axis.plot([1, 1, 2.5, 2.5], [top - 0.3, top, top, 0.5], color="0.4", lw=1)  # past all others
     arrow(axis, (2.5, 0.5), (3, 0.5), "0.4")
     arrow(axis, (5, 0.5), (6, 0.5), "C3", label="replaces\nplaceholder")
-    for number, tap in enumerate(tower.deepstack_visual_indexes):
+    for number, tap in enumerate(tower.deepstack):
         y = 1.7 + number + 0.35
         box(axis, 3, y - 0.3, (2, 0.6), f"DeepStack merger {number}", MERGER, edgecolor="0.5")
         arrow(axis, (2, 1.5 + tap), (3, y), "0.4")
@@ -109,5 +109,5 @@ def deepstack(engine: LLMEngine) -> Figure:
 def draw_pictures(folder: Path) -> None:
     """Draw the pictures into a folder."""
     with LLMEngine(**CONFIGS, multimodal_config=PICTURES) as engine:
-        positions(engine).savefig(folder / "m6_positions.png", dpi=110)
-        deepstack(engine).savefig(folder / "m6_deepstack.png", dpi=110)
+        save(positions(engine), folder / "m6_positions.svg")
+        save(deepstack(engine), folder / "m6_deepstack.svg")

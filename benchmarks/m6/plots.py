@@ -6,7 +6,7 @@ from benchmarks.m6.answers import COLD
 from benchmarks.plots import SMALL, Row, bare, gap_panels, lines, panels, ticks
 
 PARTS = {
-    "patches": ("C8", "pixels to patches"),
+    "patches": ("C1", "pixels to patches"),
     "tower": ("C4", "vision tower"),
     "model": ("C0", "model"),
     "rest": ("0.75", "the rest"),

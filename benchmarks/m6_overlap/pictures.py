@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.m6_overlap.lanes import SHOWN, Bar, recorded, typical
-from benchmarks.plots import SMALL, bare, legend, panels
+from benchmarks.plots import SMALL, bare, ink_on, legend, panels, save
 
-HOST = {"schedule": "#a6dba0", "execute": "#fdb863", "sample": "#d9c3e8", "update": "#92c5de"}
+HOST = {"schedule": "#8fd6c2", "execute": "#fdb863", "sample": "#d9c3e8", "update": "#92c5de"}
 NAMES = {"schedule": "schedule", "execute": "inputs, launch", "sample": "choose tokens", "update": "update, text"}
 WAITS, DEVICE = "0.88", "#d6604d"
 
@@ -27,7 +27,7 @@ def draw_lanes(axis: Axes, bars: Sequence[Bar], first: int, origin: float, end: 
         axis.broken_barh([(begin, stop - begin)], (place + 0.1, 0.8), facecolor=color, edgecolor="white", lw=0.6)
         if (bar.lane == "device" or bar.name == "update") and stop - begin > room:
             text = f"N{bar.step - first:+d}" if bar.step != first else "N"
-            axis.text((begin + stop) / 2, place + 0.5, text, ha="center", va="center", fontsize=7)
+            axis.text((begin + stop) / 2, place + 0.5, text, color=ink_on(color), ha="center", va="center", fontsize=7)
     axis.set(ylim=(0, 2))
     axis.set_yticks([0.5, 1.5], ["device", "host"], **SMALL)
     axis.tick_params(axis="y", length=0)
@@ -54,4 +54,4 @@ def draw_pictures(folder: Path) -> None:
     """Draw the picture into a folder."""
     torch.set_num_threads(1)
     ways = {"normal": recorded(False), "overlapped": recorded(True)}
-    lanes(ways).savefig(folder / "m6_overlap_lanes.png", dpi=110)
+    save(lanes(ways), folder / "m6_overlap_lanes.svg")

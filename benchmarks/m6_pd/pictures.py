@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from benchmarks.plots import SMALL, panels
+from benchmarks.plots import ON_PALE, SMALL, panels, save
 from m6_multimodal_pd.disaggregation.poll import TRANSITIONS, KVPoll
 
 QUEUES = {
@@ -31,7 +31,8 @@ def states() -> Figure:
         look = {"boxstyle": "round,pad=0.02,rounding_size=0.12", "linewidth": 2.2 if state.is_final else 1}
         color = {KVPoll.FAILED: "#f6c9c4", KVPoll.SUCCESS: "#cfe8cf"}.get(state, "#d7e5f3")
         axis.add_patch(FancyBboxPatch((x - 0.85, y - 0.28), 1.7, 0.56, fc=color, ec="0.3", zorder=2, **look))
-        axis.text(x, y, state.name.replace("_", " ").capitalize(), ha="center", va="center", fontsize=10, zorder=3)
+        name = state.name.replace("_", " ").capitalize()
+        axis.text(x, y, name, color=ON_PALE, ha="center", va="center", fontsize=10, zorder=3)
         text = "\n".join(f"{side}: {queue}" for side, queue in zip(("prefill", "decode"), QUEUES[state], strict=True))
         below = state is KVPoll.FAILED
         axis.text(x, y - 0.36 if below else y + 0.36, text, ha="center", va="top" if below else "bottom", **SMALL)
@@ -55,4 +56,4 @@ def _way(axis: Axes, begin: tuple[float, float], end: tuple[float, float], *, is
 
 def draw_pictures(folder: Path) -> None:
     """Draw the picture into a folder."""
-    states().savefig(folder / "m6_pd_states.png", dpi=110)
+    save(states(), folder / "m6_pd_states.svg")

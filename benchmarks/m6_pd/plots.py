@@ -55,6 +55,7 @@ def gaps(part: Row) -> Figure:
     own = {name: [1e3 * row[key] for key in ("p50", "p95", "longest")] for name, row in sides.items()}
     grouped_bars(gap, ["median", "p95", "longest"], own, COLORS)
     gap.set_ylabel("gap between tokens, ms")
+    gap.set_ylim(top=1.4 * gap.get_ylim()[1])  # room for the legend
     gap.legend(**SMALL)
     short = ["1 thread", "2 threads", "group"]
     speed.bar(short, [row["tokens_per_second"] for row in sides.values()], 0.6, color=COLORS)
