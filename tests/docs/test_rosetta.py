@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.sources import Class, Module, Source
+from tests.structure.sources import Module, Source
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -77,14 +77,6 @@ def claims(concept: str, here: str) -> Iterator[tuple[str, list[str]]]:
             yield f"{name[2]}.{member}", milestones
 
 
-def attributes(source: Source, cls: Class) -> set[str]:
-    """Members of a class and its bases, and the fields that their methods give to `self`."""
-    classes = [cls, *source.ancestors(cls)]
-    nodes = [node for one in classes for node in ast.walk(one.node) if isinstance(node, ast.Attribute)]
-    fields = {node.attr for node in nodes if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
-    return fields.union(*(one.members for one in classes))
-
-
 def globals_of(module: Module) -> set[str]:
     """What a module defines at its top level."""
     found = set()
@@ -96,22 +88,23 @@ def globals_of(module: Module) -> set[str]:
     return found
 
 
-def resolves(source: Source, milestone: str, name: str, beside: list[str]) -> bool:
-    """Whether a milestone has a file, a module's or a class's attribute of this name; `beside`: names in the same cell.
+def places(source: Source, milestone: str, name: str, beside: list[str]) -> list[str]:
+    """The modules that define a name, a file's or a class's attribute of a milestone; `beside`: names in the same cell.
 
-    A name without a dot may be an attribute of a class that stands beside it.
+    A name without a dot may be an attribute of a class that stands beside it. One of a base class is where that is.
     """
     modules = [module for module in source.modules.values() if module.package.startswith(f"{milestone}_")]
     if name.endswith(".py"):
-        return any(f"{module.name.replace('.', '/')}.py".endswith(f"/{name}") for module in modules)
+        return [module.name for module in modules if f"{module.name.replace('.', '/')}.py".endswith(f"/{name}")]
     owner, _, last = name.rpartition(".")
-    if not owner and any(name in globals_of(module) for module in modules):
-        return True
-    if any(module.name.endswith(f".{owner}") and last in globals_of(module) for module in modules if owner):
-        return True
+    found = [m.name for m in modules if last in globals_of(m) and (not owner or m.name.endswith(f".{owner}"))]
+    if found:
+        return found
     owners = [owner] if owner else [other.partition(".")[0] for other in beside]
     classes = [cls for cls in source.classes.values() if cls.package.startswith(f"{milestone}_")]
-    return any(last in attributes(source, cls) for cls in classes if cls.node.name in owners)
+    lines = [[cls, *source.ancestors(cls)] for cls in classes if cls.node.name in owners]
+    holders = [[cls for cls in line if last in cls.members or last in cls.attributes] for line in lines]
+    return [line[0].module.name for line in holders if line]
 
 
 TWO_MILESTONES = {
@@ -134,7 +127,7 @@ TWO_MILESTONES = {
     ],
 )
 def test_a_name_is_looked_up_in_one_milestone(milestone: str, name: str, found: bool) -> None:
-    assert resolves(Source.from_texts(TWO_MILESTONES), milestone, name, ["Engine"]) is found
+    assert bool(places(Source.from_texts(TWO_MILESTONES), milestone, name, ["Engine"])) is found
 
 
 def test_what_is_here_is_in_the_milestone_that_is_named(source: Source) -> None:
@@ -148,8 +141,21 @@ def test_what_is_here_is_in_the_milestone_that_is_named(source: Source) -> None:
             wrong += [
                 f"row {concept!r}: {milestone} has no {name}"
                 for milestone in milestones
-                if not resolves(source, milestone, name, beside)
+                if not places(source, milestone, name, beside)
             ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_our_names_lead_to_the_file_that_defines_them(source: Source) -> None:
+    wrong = []
+    for concept, here, *_ in body_rows():
+        links = re.findall(r"\[`([^`]+)`\]\(\.\./([\w/]+)\.py\)", here)
+        named = [(name, milestones) for name, milestones in claims(concept, here) if f"`{name}`" in here]
+        assert [name for name, _ in links] == [name for name, _ in named], f"row {concept!r}: a name without a link"
+        for (name, path), (_, milestones) in zip(links, named, strict=True):
+            known = [module for tag in milestones for module in places(source, tag, name, [name for name, _ in named])]
+            if path.replace("/", ".") not in known:
+                wrong.append(f"row {concept!r}: {name} leads to {path}, and is in {known}")
     assert not wrong, "\n".join(wrong)
 
 
