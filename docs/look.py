@@ -1,0 +1,78 @@
+"""The look of the site's pages: pictures for two schemes, notebooks without Jupyter's styles, examples of events.
+
+A hook of MkDocs beside `hooks.py`, which is about links. The rules for all of it are in `assets/look.css`.
+"""
+
+import html
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))  # the examples of events are those of the tests
+
+PICTURE = re.compile(r'<img ([^>]*?)src="((?:\.\./)*)(assets/\w+\.svg)"([^>]*?) ?/?>')
+CODE_CELL = re.compile(r'<div class="highlight[^"]*"><pre>(?:<span></span>)?(.*?)\s*</pre></div>', re.DOTALL)
+COPY_BUTTON = re.compile(
+    r'<div class="zeroclipboard-container">.*?</clipboard-copy>\s*</div>'
+    r'|<div id="cell-\d+" class="clipboard-copy-txt">.*?</div>',
+    re.DOTALL,
+)
+"""Button and text of mkdocs-jupyter; the theme has a button of its own."""
+
+
+def on_page_content(content: str, page: Any, **_: Any) -> str:
+    """Change a page's HTML."""
+    source = page.file.src_uri
+    if source.endswith(".ipynb"):
+        content = notebook(content)
+    elif source == "rosetta.md":
+        content = f'<div class="sticky-names">{whole_names(content)}</div>'
+    elif source == "api/events.md":
+        content = with_examples(content)
+    return PICTURE.sub(in_both_schemes, content)
+
+
+def in_both_schemes(image: re.Match[str]) -> str:
+    """Return two images of one file, of which the theme shows the one for its scheme; see `scheme.py`."""
+    before, up, path, after = image.groups()
+    size = re.search(r'width="\d+" height="\d+"', (ROOT / "docs" / path).read_text(encoding="utf-8"))
+    rest = f'{size[0] if size else ""} loading="lazy" {before}{after}'.strip()
+    return "".join(f'<img src="{up}{path}#only-{scheme}" {rest}>' for scheme in ("light", "dark"))
+
+
+def notebook(content: str) -> str:
+    """Return nbconvert's page without its styles and scripts, and with code cells like those of other pages."""
+    body = content[content.index('<div class="jupyter-wrapper">') : content.rindex("<style")]
+    body = COPY_BUTTON.sub("", body).replace('class="anchor-link"', 'class="headerlink"')
+    return CODE_CELL.sub(r'<div class="highlight"><pre><code>\1\n</code></pre></div>', body)
+
+
+def whole_names(content: str) -> str:
+    """Let names in tables break behind a dot or a slash, where CSS forbids any other break."""
+    return re.sub(
+        r"<code>[^<]*</code>", lambda name: re.sub(r"(?<=\w)([./])(?=\w)(?!py\b)", r"\1<wbr>", name[0]), content
+    )
+
+
+def with_examples(content: str) -> str:
+    """Add to the section of each event its sentence, as the console prints it."""
+    sentences = event_sentences()
+
+    def with_example(section: re.Match[str]) -> str:
+        sentence = sentences.get(section[1])
+        return section[0] + (f'<p class="event-example">{html.escape(sentence)}</p>' if sentence else "")
+
+    return re.sub(r'<h3 id="([\w.]+)".*?</p>', with_example, content, flags=re.DOTALL)
+
+
+def event_sentences() -> dict[str, str]:
+    """Return an example of every event's sentence, by the full name of its class."""
+    from tests.events.milestones import MILESTONES, examples
+
+    found: dict[str, str] = {}
+    for milestone in MILESTONES:
+        for event in examples(milestone):
+            found.setdefault(f"{type(event).__module__}.{type(event).__qualname__}", event.explain())
+    return found

@@ -1,0 +1,73 @@
+"""The hook of the site's look: pictures in two schemes, slim notebooks, whole names, an example of each event."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from docs.look import event_sentences, on_page_content
+from m1_single_request.events import Admit
+from tests.events.milestones import MILESTONES, event_classes, event_modules
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = """<script>clipboard</script><style>* { color: red }</style>
+<div class="jupyter-wrapper"><div class="jp-Notebook">
+<h2 id="One">One<a class="anchor-link" href="#One">¶</a></h2>
+<div class="zeroclipboard-container">
+    <clipboard-copy for="cell-1"><div><span class="notice" hidden>Copied!</span></div></clipboard-copy>
+</div>
+<div class="highlight-ipynb hl-python "><pre><span></span><span class="n">x</span> <span class="o">=</span> 1
+</pre></div>
+<div id="cell-1" class="clipboard-copy-txt">x = 1</div>
+<div class="jp-OutputArea"><script>shown()</script></div>
+</div></div>
+<style>['...']</style>
+"""
+
+
+def shown(content: str, source: str) -> str:
+    """A page after the hook."""
+    return on_page_content(content, SimpleNamespace(file=SimpleNamespace(src_uri=source)))
+
+
+def test_a_picture_is_shown_in_the_scheme_of_the_page() -> None:
+    found = re.findall(
+        r'<img src="(.*?)" width="\d+" height="\d+" loading="lazy" alt="The packages">',
+        shown('<p><img alt="The packages" src="../assets/packages.svg" /></p>', "m1_single_request.md"),
+    )
+    assert found == ["../assets/packages.svg#only-light", "../assets/packages.svg#only-dark"]
+
+
+def test_other_images_are_left_alone() -> None:
+    image = '<img alt="" src="https://host/assets/packages.svg"><img src="assets/photo.png">'
+    assert shown(image, "index.md") == image
+
+
+def test_a_notebook_keeps_its_cells_and_outputs_and_no_style_of_jupyter() -> None:
+    page = shown(NOTEBOOK, "notebooks/m1_single_request.ipynb")
+    assert "<style" not in page and "clipboard" not in page and "<script>shown()</script>" in page
+    cell = '<span class="n">x</span> <span class="o">=</span> 1'
+    assert f'<div class="highlight"><pre><code>{cell}\n</code></pre></div>' in page
+    assert 'class="headerlink"' in page
+
+
+def test_names_in_the_tables_of_rosetta_break_behind_dots_only() -> None:
+    page = shown("<td><code>Scheduler.add_request</code>, <code>fetch.py</code> and v0.5</td>", "rosetta.md")
+    assert "<code>Scheduler.<wbr>add_request</code>, <code>fetch.py</code> and v0.5" in page
+
+
+@pytest.mark.parametrize("milestone", MILESTONES)
+def test_every_event_has_an_example_on_its_page(milestone: str) -> None:
+    source = (ROOT / "docs" / "api" / "events.md").read_text(encoding="utf-8")
+    assert {module.__name__ for module in event_modules(milestone)} <= set(re.findall(r"^::: (\S+)$", source, re.M))
+    for event in event_classes(milestone):
+        name = f"{event.__module__}.{event.__qualname__}"
+        section = f'<h3 id="{name}" class="doc doc-heading">x</h3><div><p>What it is.</p><p>More.</p></div>'
+        sentence = re.search(r"</p><p class=\"event-example\">(.+?)</p><p>More", shown(section, "api/events.md"))
+        assert sentence, name
+
+
+def test_an_example_is_the_sentence_of_the_event() -> None:
+    admit = Admit(rid="req-7", prefix=0, extend=31, num_waiting=0)
+    assert event_sentences()["m1_single_request.events.Admit"] == admit.explain()
