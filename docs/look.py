@@ -13,13 +13,21 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # the examples of events are those of the tests
 
 PICTURE = re.compile(r'<img ([^>]*?)src="((?:\.\./)*)(assets/\w+\.svg)"([^>]*?) ?/?>')
-CODE_CELL = re.compile(r'<div class="highlight[^"]*"><pre>(?:<span></span>)?(.*?)\s*</pre></div>', re.DOTALL)
+CODE = re.compile(r'<div class="highlight[^>]*><pre[^>]*>(?:<span></span>)?(.*?)\s*</pre>\s*</div>', re.DOTALL)
+"""Code of a cell, or shown by one."""
 COPY_BUTTON = re.compile(
     r'<div class="zeroclipboard-container">.*?</clipboard-copy>\s*</div>'
-    r'|<div id="cell-\d+" class="clipboard-copy-txt">.*?</div>',
+    r'|<div[^>]* class="clipboard-copy-txt"[^>]*>.*?</div>',
     re.DOTALL,
 )
 """Button and text of mkdocs-jupyter; the theme has a button of its own."""
+TERMINAL = {
+    "#800000": "var(--red)", "#008000": "var(--green)", "#808000": "var(--yellow)", "#000080": "var(--blue)",
+    "#800080": "var(--magenta)", "#008080": "var(--cyan)", "#000000": "inherit",
+}  # fmt: skip
+"""Colors of rich and those of `look.css`."""
+MONOKAI = {"#66D9EF": "k", "#A6E22E": "nf", "#E6DB74": "s", "#AE81FF": "mi", "#FF4689": "o", "#959077": "c1"}
+"""Colors of source that a cell shows, and the kind of token."""
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
@@ -42,11 +50,24 @@ def in_both_schemes(image: re.Match[str]) -> str:
     return "".join(f'<img src="{up}{path}#only-{scheme}" {rest}>' for scheme in ("light", "dark"))
 
 
+def in_colors_of_the_page(content: str) -> str:
+    """Return outputs of a notebook without colors that were made for one background."""
+    content = re.sub(r"; text-decoration-color: #\w{6}", "", content)
+    content = re.sub(r'<span style="color: (#[0-9A-F]{6})">(.*?)</span>', _token, content, flags=re.DOTALL)
+    plain = r'style="color: (#\w{6})(?![^"]*background)'
+    return re.sub(plain, lambda own: f'style="color: {TERMINAL.get(own[1], own[1])}', content)
+
+
+def _token(span: re.Match[str]) -> str:
+    """Return a token of a listing, with the class that the theme colors."""
+    return f'<span class="{MONOKAI[span[1]]}">{span[2]}</span>' if span[1] in MONOKAI else span[2]
+
+
 def notebook(content: str) -> str:
     """Return nbconvert's page without its styles and scripts, and with code cells like those of other pages."""
     body = content[content.index('<div class="jupyter-wrapper">') : content.rindex("<style")]
     body = COPY_BUTTON.sub("", body).replace('class="anchor-link"', 'class="headerlink"')
-    return CODE_CELL.sub(r'<div class="highlight"><pre><code>\1\n</code></pre></div>', body)
+    return in_colors_of_the_page(CODE.sub(r'<div class="highlight"><pre><code>\1\n</code></pre></div>', body))
 
 
 def whole_names(content: str) -> str:

@@ -19,8 +19,13 @@ NOTEBOOK = """<script>clipboard</script><style>* { color: red }</style>
 </div>
 <div class="highlight-ipynb hl-python "><pre><span></span><span class="n">x</span> <span class="o">=</span> 1
 </pre></div>
-<div id="cell-1" class="clipboard-copy-txt">x = 1</div>
-<div class="jp-OutputArea"><script>shown()</script></div>
+<div class="clipboard-copy-txt" id="cell-1">x = 1</div>
+<div class="jp-OutputArea"><script>shown()</script>
+<span style="color: #008000; text-decoration-color: #008000; font-weight: bold">ok</span>
+<span style="color: #000000; text-decoration-color: #000000; background-color: #008000">P</span>
+<div class="highlight" style="background: #272822"><pre style="margin: 0"><span></span><span style="color: #66D9EF">\
+def</span><span style="color: #F8F8F2"> </span>f
+</pre></div></div>
 </div></div>
 <style>['...']</style>
 """
@@ -50,6 +55,9 @@ def test_a_notebook_keeps_its_cells_and_outputs_and_no_style_of_jupyter() -> Non
     cell = '<span class="n">x</span> <span class="o">=</span> 1'
     assert f'<div class="highlight"><pre><code>{cell}\n</code></pre></div>' in page
     assert 'class="headerlink"' in page
+    assert '<span style="color: var(--green); font-weight: bold">ok</span>' in page
+    assert '<div class="highlight"><pre><code><span class="k">def</span> f\n</code></pre></div>' in page
+    assert '<span style="color: #000000; background-color: #008000">P</span>' in page
 
 
 def test_names_in_the_tables_of_rosetta_break_behind_dots_only() -> None:
