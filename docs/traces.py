@@ -1,18 +1,25 @@
-"""Record the traces that the players of the lessons show: `python -m docs.traces`, or `python -m docs.traces m4 m5`.
+"""Record the traces that the players of the site show: `python -m docs.traces`, or `python -m docs.traces m4 pictures`.
 
-Each is a run of some requests with the model that ships, on one thread. Every file is gzipped JSONL in
-`docs/assets/traces`.
+From m3 on a lesson shows the example that it explains line by line (`benchmarks/*/trace.py`). The other runs have more
+requests than such an example, compare two engines, or stand on the landing page. All are runs of the models that ship,
+on one thread. Every file is gzipped JSONL in `docs/assets/traces`.
 """
 
+import asyncio
 import gzip
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+
+from benchmarks.traces import stepped
 
 FOLDER = Path(__file__).parent / "assets" / "traces"
 NOUNS = "lamp zebra otter river kite candle garden mirror".split()
@@ -59,18 +66,13 @@ def configured(face: Any, configs: dict[str, Any]) -> dict[str, Any]:
     return {name: getattr(face, classes[name])(**fields) for name, fields in configs.items()}
 
 
-def drive(
-    engine: Any, face: Any, arrivals: Sequence[Arrival], messages: Callable[[str], Any], *, options: Any = None
-) -> None:
+def drive(engine: Any, face: Any, arrivals: Sequence[Arrival], messages: Callable[[str], Any]) -> None:
     """Add each request before its step, and run steps to the end."""
-    coming, step = list(arrivals), 0
-    while coming or engine.has_unfinished_requests():
-        while coming and coming[0][0] <= step:
-            _, rid, text, max_tokens = coming.pop(0)
-            params = face.SamplingParams(max_tokens=max_tokens, **(options or {}).get(rid, {}))
-            engine.add_request(engine.chat_prompt(messages(text)), params, request_id=rid)
-        engine.step()
-        step += 1
+    asked: dict[int, list[tuple[str, Any, Any]]] = {}
+    for step, rid, text, max_tokens in arrivals:
+        asked.setdefault(step + 1, []).append((rid, messages(text), face.SamplingParams(max_tokens=max_tokens)))
+    for _ in stepped(engine, asked):
+        pass
 
 
 def m1(path: Path) -> None:
@@ -81,30 +83,20 @@ def m2(path: Path) -> None:
     run("m2_continuous_batching", path, BURST, scheduler_config={"max_num_seqs": 4, "max_num_batched_tokens": 160})
 
 
-def m3(path: Path) -> None:
-    """Several answers to one prompt share its blocks; a request is preempted, because there are few."""
-    import m3_paged_attention as face
-
-    configs = configured(face, {"cache_config": {"block_size": 8, "num_blocks": 18}})
-    with face.LLMEngine(trace_config=face.TraceConfig(jsonl=path), **configs) as engine:
-        several = {"hello": {"n": 3, "temperature": 1.0, "top_p": 0.95, "seed": 6}}
-        drive(engine, face, BURST, lambda text: [{"role": "user", "content": text}], options=several)
-
-
-def m4(path: Path) -> None:
+def shared(path: Path) -> None:
     run("m4_radix_cache", path, USERS, system=SYSTEM, cache_config={"max_total_tokens": 480, "page_size": 8})
 
 
-def m4_off(path: Path) -> None:
+def alone(path: Path) -> None:
     cache = {"max_total_tokens": 480, "page_size": 8, "prefix_cache": "chunk"}
     run("m4_radix_cache", path, USERS, system=SYSTEM, cache_config=cache)
 
 
-def m5(path: Path) -> None:
+def pieces(path: Path) -> None:
     run("m5_chunked_prefill_spec", path, STREAMS, scheduler_config={"max_num_batched_tokens": 48}, **GUESSES, **PAGES)
 
 
-def m5_whole(path: Path) -> None:
+def whole(path: Path) -> None:
     run("m5_chunked_prefill_spec", path, STREAMS, scheduler_config={"max_num_batched_tokens": 512}, **PAGES)
 
 
@@ -112,11 +104,11 @@ PAGES = {"cache_config": {"max_total_tokens": 1024, "page_size": 8}}
 GUESSES = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 
 
-def m6(path: Path, **configs: Any) -> None:
+def pictures(path: Path) -> None:
     """Pictures beside questions about text; the same picture comes twice."""
     import m6_multimodal_pd as face
 
-    pictures = Path(face.__file__).parent / "demo_pictures"
+    folder = Path(face.__file__).parent / "demo_pictures"
     shown: list[Arrival] = [
         (0, "text", "What is a KV cache?", 24),
         (1, "circle", f"{SCENES[0]}: Describe the picture.", 16),
@@ -129,28 +121,43 @@ def m6(path: Path, **configs: Any) -> None:
         name, _, question = text.partition(": ")
         if name not in SCENES:
             return [{"role": "user", "content": text}]
-        image = {"type": "image", "image": str(pictures / f"{name}.png")}
+        image = {"type": "image", "image": str(folder / f"{name}.png")}
         return [{"role": "user", "content": [image, {"type": "text", "text": question}]}]
 
-    with face.LLMEngine(trace_config=face.TraceConfig(jsonl=path), **configured(face, configs)) as engine:
+    with face.LLMEngine(trace_config=face.TraceConfig(jsonl=path)) as engine:
         drive(engine, face, shown, messages)
 
 
-def m6_pd(path: Path) -> None:
-    m6(path, disaggregation_config={"prefill": 1, "decode": 1}, **PAGES)
+def m7(path: Path) -> None:
+    """Four clients, one of which leaves in the middle of its answer."""
+    from m7_serving import AsyncLLM, SamplingParams, TraceConfig
+
+    async def client(llm: AsyncLLM, arrival: Arrival) -> None:
+        _, rid, text, max_tokens = arrival
+        outputs = llm.generate(
+            [{"role": "user", "content": text}], SamplingParams(max_tokens=max_tokens), request_id=rid
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                if rid == "quantum" and len(output.token_ids) >= 6:
+                    return
+
+    async def serve() -> None:
+        async with await AsyncLLM.start(trace_config=TraceConfig(jsonl=path)) as llm:
+            await asyncio.gather(*(client(llm, arrival) for arrival in BURST[:4]))
+
+    asyncio.run(serve())
 
 
-def m6_overlap(path: Path) -> None:
-    run(
-        "m6_multimodal_pd",
-        path,
-        STREAMS,
-        scheduler_config={"enable_overlap": True, "max_num_batched_tokens": 48},
-        **PAGES,
-    )
+def lesson(name: str, path: Path) -> None:
+    """Run the example of a lesson, and write all its events."""
+    example = import_module(f"benchmarks.{name}.trace")
+    with patch.object(example, "TraceConfig", partial(example.TraceConfig, jsonl=path)):
+        example.traced_steps()
 
 
-RUNS = {each.__name__: each for each in (m1, m2, m3, m4, m4_off, m5, m5_whole, m6, m6_pd, m6_overlap)}
+RUNS = {each.__name__: each for each in (m1, m2, m7, shared, alone, pieces, whole, pictures)}
+RUNS |= {name: partial(lesson, name) for name in ("m3", "m4", "m5", "m6", "m6_pd", "m6_overlap")}
 
 
 def main(names: Sequence[str]) -> None:

@@ -135,7 +135,7 @@ export class Panel {
     item.append(event.sentence, " ");
     if (!place) return item;
     const name = `${place.where}:${place.line}`;
-    if (this.settings.code) item.append(make("a", {class: "code", href: `${this.settings.code}${place.where.replace(/\.py$/, ".html")}#L${place.line}`}, name));
+    if (this.settings.code) item.append(make("a", {class: "code", href: `${this.settings.code}${place.where}.html#L${place.line}`}, name));
     else item.append(make("details", {}, make("summary", {}, name), make("pre", {}, place.code)));
     return item;
   }
