@@ -1,6 +1,7 @@
 """The trace player on the site: a paragraph of a page that is only a link becomes a player.
 
     [player: What to look at.](assets/traces/m4.jsonl.gz)
+    [player: What happens in the fifth step.](assets/traces/m4.jsonl.gz#5)
     [player: What differs.](assets/traces/m4.jsonl.gz "with a cache") [beside](assets/traces/m4_off.jsonl.gz "without")
 
 Two links are two runs side by side, with their titles as names. `[player: drop]()` is a place for traces of the reader.
@@ -23,13 +24,13 @@ from stepwise_player.sources import sources
 
 LOG = logging.getLogger("mkdocs.hooks.player")
 FOLDER = "assets/player"
-TRACE = r'\]\(([\w./]+\.jsonl\.gz)(?: "([^"]*)")?\)'
+TRACE = r'\]\(([\w./]+\.jsonl\.gz)(?:#(\d+))?(?: "([^"]*)")?\)'
 PLAYER = re.compile(rf"^\[player: ([^\]]+){TRACE}(?: \[[^\]]+{TRACE})?$", re.M)
 DROP = "[player: drop]()"
 ZONE = """<div class="stepwise-drop" data-base="{base}">Drop one trace here, or two, or choose them: </div>
 <div></div>"""
 FIGURE = """<figure class="stepwise-run" markdown="1">
-<div class="stepwise-player" data-runs="{runs}" data-base="{base}"></div>
+<div class="stepwise-player" data-runs="{runs}" data-base="{base}" data-step="{step}"></div>
 <figcaption markdown="span">{caption}</figcaption>
 </figure>"""
 HEAD = """<link rel="stylesheet" href="{folder}/player.css">
@@ -51,9 +52,11 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
 
     def element(found: re.Match[str]) -> str:
         caption, *traces = found.groups()
-        pairs = zip(traces[::2], traces[1::2], strict=True)
-        runs = [{"name": name or caption, "url": url_of(trace)} for trace, name in pairs if trace]
-        return FIGURE.format(caption=caption, base=base, runs=html.escape(json.dumps(runs)))
+        given = zip(traces[::3], traces[2::3], strict=True)
+        runs = html.escape(
+            json.dumps([{"name": name or caption, "url": url_of(trace)} for trace, name in given if trace])
+        )
+        return FIGURE.format(caption=caption, base=base, runs=runs, step=traces[1] or 1)
 
     def url_of(trace: str) -> str:
         file = files.get_file_from_path(trace)

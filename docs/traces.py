@@ -124,7 +124,8 @@ def pictures(path: Path) -> None:
         image = {"type": "image", "image": str(folder / f"{name}.png")}
         return [{"role": "user", "content": [image, {"type": "text", "text": question}]}]
 
-    with face.LLMEngine(trace_config=face.TraceConfig(jsonl=path)) as engine:
+    memory = face.CacheConfig(max_total_tokens=512, page_size=8)
+    with face.LLMEngine(cache_config=memory, trace_config=face.TraceConfig(jsonl=path)) as engine:
         drive(engine, face, shown, messages)
 
 

@@ -10,8 +10,8 @@ import {drawTree} from "./tree.js";
 /** @typedef {import("./trace.js").Trace} Trace */
 /** @typedef {import("./dom.js").Selection} Selection */
 /** @typedef {{where: string, line: number, code: string}[]} Places Of an event, in the code of each milestone. */
-/** @typedef {{links: Record<string, Places>, code?: string, steps?: string}} Settings `code`, `steps`: where the site has
-    the source files and the pages of one step, relative to the page. */
+/** @typedef {{links: Record<string, Places>, code?: string, steps?: string, start?: number}} Settings `code`, `steps`: where the
+    site has the source files and the pages of one step, relative to the page. `start`: the place that is shown first. */
 
 const MOST_LINES = 300, MOST_TEXTS = 40, ALIKE = 3;
 

@@ -27,7 +27,7 @@ class Player {
     this.spoken = make("p", {class: "spoken", role: "status"});
     this.build();
     this.measure();
-    this.set(0);
+    this.set(settings.start ?? 0);
   }
 
   build() {

@@ -8,7 +8,7 @@ const scheme = () => document.body.dataset.mdColorScheme === "slate" ? "dark" : 
 const follow = () => document.querySelectorAll(".stepwise-player").forEach(root => { /** @type {HTMLElement} */ (root).dataset.scheme = scheme(); });
 
 /** Where the site has the code and the pages of one step. @param {HTMLElement} element */
-const settingsOf = ({dataset}) => ({links, code: `${dataset.base}code/`, steps: `${dataset.base}steps/`});
+const settingsOf = ({dataset}) => ({links, code: `${dataset.base}code/`, steps: `${dataset.base}steps/`, start: Number(dataset.step ?? 1) - 1});
 
 for (const root of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".stepwise-player[data-runs]"))) {
   embed(root, JSON.parse(root.dataset.runs ?? "[]"), settingsOf(root));
