@@ -110,10 +110,10 @@ class PrefillAdder:
             return self._refuse(req, "memory")
         if (limit := self._step_limit(req)) is not None:
             return self._refuse(req, limit)
-        self.tree_cache.inc_lock_ref(req.last_node)
+        self.tree_cache.inc_lock_ref(req.last_node, req.rid)
         if self._lacks_memory(req):  # its own prefix is locked now, so less can be evicted
             refused = self._refuse(req, "memory", is_locked=True)
-            self.tree_cache.dec_lock_ref(req.last_node)
+            self.tree_cache.dec_lock_ref(req.last_node, req.rid)
             return refused
         return self._admit(req)
 

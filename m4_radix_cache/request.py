@@ -76,7 +76,7 @@ class Req(Request):
     def key(self) -> RadixKey:
         """Cache key of its tokens. Each token is encoded once, at the first access after it was added."""
         if self._key is None:
-            self._key = RadixKey(self.origin_input_ids, self.extra_key)
+            self._key = RadixKey(self.origin_input_ids, self.extra_key, self.rid)
         missing = self.seqlen - len(self._key)
         if missing > 0:
             self._key.append(self.output_ids[-missing:])

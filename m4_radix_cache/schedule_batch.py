@@ -40,11 +40,11 @@ class Pools:
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         self.tree_cache = tree_cache
 
-    def make_room(self, num_tokens: int) -> bool:
-        """Evict until `num_tokens` slots are free; return whether they are."""
+    def make_room(self, num_tokens: int, rids: Sequence[str]) -> bool:
+        """Evict until `num_tokens` slots are free for these requests; return whether they are."""
         available = self.token_to_kv_pool_allocator.available_size()
         if available < num_tokens:
-            self.tree_cache.evict(num_tokens - available)
+            self.tree_cache.evict(num_tokens - available, rids)
             available = self.token_to_kv_pool_allocator.available_size()
         return available >= num_tokens
 
@@ -86,7 +86,8 @@ class ScheduleBatch:
         seq_lens = np.array([len(req.prefix_indices) + req.extend_input_len for req in reqs])
         last_locs = np.array([req.prefix_indices[-1] if len(req.prefix_indices) else -1 for req in reqs])
         allocator = pools.token_to_kv_pool_allocator
-        pools.make_room(allocator.num_pages_for_extend(np.array(prefix_lens), seq_lens) * allocator.page_size)
+        num_pages = allocator.num_pages_for_extend(np.array(prefix_lens), seq_lens)
+        pools.make_room(num_pages * allocator.page_size, self.rids)
         new_rows = pools.req_to_token_pool.alloc(sum(req.req_pool_idx is None for req in reqs))
         slots = None if new_rows is None else allocator.alloc_extend(np.array(prefix_lens), seq_lens, last_locs)
         if new_rows is None or slots is None:
@@ -205,7 +206,7 @@ class ScheduleBatch:
         needed = len(self.reqs) * allocator.page_size  # a page each, and in most steps so much is free
         if allocator.available_size() < needed:
             needed = allocator.num_pages_for_decode(self.seq_lens + 1) * allocator.page_size
-        return self.pools.make_room(needed)
+        return self.pools.make_room(needed, self.rids)
 
     def room(self) -> tuple[int, int]:
         """Return the slots, in whole pages, for the next token of each request, and the free or evictable ones."""

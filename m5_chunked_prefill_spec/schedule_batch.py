@@ -170,4 +170,5 @@ class ScheduleBatch(PlainScheduleBatch):
 
     def has_room_for(self, drafts: Sequence[list[int]]) -> bool:
         """Evict until the next tokens and these drafts have room; return whether they have."""
-        return self.pools.make_room(self.pages_for(drafts) * self.pools.token_to_kv_pool_allocator.page_size)
+        page_size = self.pools.token_to_kv_pool_allocator.page_size
+        return self.pools.make_room(self.pages_for(drafts) * page_size, self.rids)

@@ -200,6 +200,8 @@ class ItemEvicted(Event):
     """The embeddings of an item were evicted from the embedding cache, to make room for another item."""
 
     style: ClassVar[str] = "yellow"
+    rid: str | None
+    """Id of the request whose item needs the room; None: the cache was called for no request."""
     hash: str
     """sha256 of its content."""
     num_tokens: int
@@ -210,9 +212,10 @@ class ItemEvicted(Event):
     """Size of the embeddings that stay."""
 
     def explain(self) -> str:
+        item = f" for an item of {self.rid}" if self.rid else ""
         return (
-            f"The embeddings of {named(self.hash)} are evicted ({some(self.num_tokens, 'embedding')}, "
-            f"{size(self.num_bytes)}): this step does not read them, and they were used least recently. "
+            f"The embeddings of {named(self.hash)} ({some(self.num_tokens, 'embedding')}, {size(self.num_bytes)}) are "
+            f"evicted{item}: this step does not read them, and they were used least recently. "
             f"{size(self.used_bytes)} stay."
         )
 

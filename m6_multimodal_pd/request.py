@@ -42,7 +42,7 @@ class Req(TextReq):
     def key(self) -> RadixKey:
         """Its key in the prefix cache: the prompt with the pad values of its images, then the output tokens."""
         if self._key is None and self.multimodal_inputs is not None:
-            self._key = PaddedKey(self.origin_input_ids, self.extra_key, self.multimodal_inputs.mm_items)
+            self._key = PaddedKey(self.origin_input_ids, self.extra_key, self.multimodal_inputs.mm_items, self.rid)
         return super().key
 
     def take_back(self, num_tokens: int) -> None:

@@ -6,7 +6,7 @@ unlock. The forward between them costs nothing here, so this is the cache alone.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -93,14 +93,14 @@ class WalkingRadixCache(RadixCache):
         super()._start_empty()
         self._candidates = NoCandidates()
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, rids: Sequence[str] = ()) -> int:
         """Evict from candidates that are collected anew."""
         self._candidates = EvictionHeap(self.strategies[self.eviction_policy])
         for node in self.nodes():
             node.entry = None
             if not node.children and not node.lock_ref:
                 self._candidates.push(node)
-        freed = super().evict(num_tokens)
+        freed = super().evict(num_tokens, rids)
         self._candidates = NoCandidates()
         return freed
 

@@ -111,18 +111,21 @@ class BasePrefixCache(ABC):
         """
 
     @abstractmethod
-    def inc_lock_ref(self, node: Any) -> None:
-        """Add a lock to `node` and all above it, which protects them from eviction. The match must still be valid."""
+    def inc_lock_ref(self, node: Any, rid: str | None = None) -> None:
+        """Add a lock to `node` and all above it, which protects them from eviction. The match must still be valid.
+
+        `rid`: id of the request that reads them, for the trace.
+        """
 
     @abstractmethod
-    def dec_lock_ref(self, node: Any) -> None:
+    def dec_lock_ref(self, node: Any, rid: str | None = None) -> None:
         """Remove one such lock. Tokens without a lock are evictable; they stay until an eviction."""
 
     @abstractmethod
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, rids: Sequence[str] = ()) -> int:
         """Free at least `num_tokens` unlocked tokens, if there are so many; return the number of freed tokens.
 
-        Matches that are not locked are invalid after it.
+        Matches that are not locked are invalid after it. `rids`: ids of the requests that need the room, for the trace.
         """
 
     @abstractmethod
@@ -184,28 +187,28 @@ class BasePrefixCache(ABC):
         if node is req.last_node:
             return
         if node is not None:
-            self.inc_lock_ref(node)
+            self.inc_lock_ref(node, req.rid)
         if req.last_node is not None:
-            self.dec_lock_ref(req.last_node)
+            self.dec_lock_ref(req.last_node, req.rid)
         req.last_node = node
 
     # --- shared by the caches -----------------------------------------------------------------------------------------
 
-    def _lock_moved(self, node: Any, delta: int, num_tokens: int) -> None:
+    def _lock_moved(self, node: Any, delta: int, num_tokens: int, rid: str | None) -> None:
         """Count `num_tokens` that a lock on `node` newly protects (`delta` 1) or no longer protects (-1)."""
         self._evictable -= delta * num_tokens
         self._protected += delta * num_tokens
         if node.parent is not None:
-            self.tracer.emit(Locked.of, self, node, delta, num_tokens)
+            self.tracer.emit(Locked.of, self, node, delta, num_tokens, rid)
 
-    def _evicted(self, num_tokens: int, slots: Slots, nodes: Sequence[tuple[int, int]]) -> int:
+    def _evicted(self, num_tokens: int, rids: Sequence[str], slots: Slots, nodes: Sequence[tuple[int, int]]) -> int:
         """Free the pages of evicted nodes; return the number of tokens. `num_tokens`: number asked for. `slots`: at
         least one of each page. `nodes`: id and number of tokens of each."""
         freed = sum(count for _, count in nodes)
         self._evictable -= freed
         self.num_evicted_tokens += freed
         self.token_to_kv_pool_allocator.free(slots)
-        self.tracer.emit(Evicted.of, self, num_tokens, nodes)
+        self.tracer.emit(Evicted.of, self, num_tokens, rids, nodes)
         return freed
 
     def _check_pages(self, pages: Slots) -> None:

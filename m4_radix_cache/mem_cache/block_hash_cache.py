@@ -8,6 +8,7 @@ the last one first, so that a match is always a prefix. vLLM: `v1/core/kv_cache_
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -103,7 +104,7 @@ class BlockHashCache(BasePrefixCache):
 
     # --- lock and evict -----------------------------------------------------------------------------------------------
 
-    def inc_lock_ref(self, node: Block) -> None:
+    def inc_lock_ref(self, node: Block, rid: str | None = None) -> None:
         last, moved = node, 0
         while node.parent is not None:
             if not node.lock_ref:
@@ -111,9 +112,9 @@ class BlockHashCache(BasePrefixCache):
                 moved += self.page_size
             node.lock_ref += 1
             node = node.parent
-        self._lock_moved(last, 1, moved)
+        self._lock_moved(last, 1, moved, rid)
 
-    def dec_lock_ref(self, node: Block) -> None:
+    def dec_lock_ref(self, node: Block, rid: str | None = None) -> None:
         last, moved = node, 0
         while node.parent is not None:
             assert node.lock_ref > 0, f"page {node.id} is not locked"
@@ -122,9 +123,9 @@ class BlockHashCache(BasePrefixCache):
                 self._unlocked[node.digest] = node
                 moved += self.page_size
             node = node.parent
-        self._lock_moved(last, -1, moved)
+        self._lock_moved(last, -1, moved, rid)
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, rids: Sequence[str] = ()) -> int:
         """Free unlocked pages, least recently used first."""
         pages: list[int] = []
         while len(pages) * self.page_size < num_tokens and self._unlocked:
@@ -134,7 +135,7 @@ class BlockHashCache(BasePrefixCache):
         if not pages:
             return 0
         slots = np.array(pages) * self.page_size
-        return self._evicted(num_tokens, slots, [(page, self.page_size) for page in pages])
+        return self._evicted(num_tokens, rids, slots, [(page, self.page_size) for page in pages])
 
     def check_invariants(self) -> None:
         seen: set[bytes] = set()

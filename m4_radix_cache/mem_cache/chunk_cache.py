@@ -4,6 +4,7 @@ So sharing can be switched off without a branch anywhere else, and measured agai
 forks of `n > 1`. SGLang: `mem_cache/chunk_cache.py`, which keeps the chunks of a long prompt.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from m4_radix_cache.mem_cache.allocator import Slots
@@ -28,13 +29,13 @@ class ChunkCache(BasePrefixCache):
         """Raise NotImplementedError: the slots would be lost. The methods below do not call it."""
         raise NotImplementedError("a ChunkCache takes no slots")
 
-    def inc_lock_ref(self, node: Any) -> None:
+    def inc_lock_ref(self, node: Any, rid: str | None = None) -> None:
         """Do nothing: nothing is cached."""
 
-    def dec_lock_ref(self, node: Any) -> None:
+    def dec_lock_ref(self, node: Any, rid: str | None = None) -> None:
         """Do nothing: nothing is cached."""
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, rids: Sequence[str] = ()) -> int:
         """Return 0: nothing is cached."""
         return 0
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, some
+from m1_single_request.trace_readers import at_most
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.radix_key import RadixKey, decode
 
@@ -20,6 +21,8 @@ class Inserted(Event):
 
     style: ClassVar[str] = "green"
     detail: ClassVar[bool] = True
+    rid: str | None
+    """Id of the request whose tokens they are; None: the cache was called for no request."""
     node: int
     """Node at which the tokens end."""
     parent: int
@@ -52,6 +55,7 @@ class Inserted(Event):
     def of(cls, cache: Any, node: Any, parent: Any, key: RadixKey, slots: Slots, existing: int, priority: int) -> Self:
         """Build the event for tokens of a `RadixKey` with KV in `slots`; the first `existing` were cached already."""
         return cls(
+            rid=key.rid,
             node=node.id,
             parent=parent.id,
             insert_len=len(slots),
@@ -67,7 +71,7 @@ class Inserted(Event):
 
     def explain(self) -> str:
         where = "" if self.extra_key is None else f" under the salt {self.extra_key!r}"
-        inserted = f"{some(self.insert_len, 'token')} {_are(self.insert_len)} inserted into the cache{where}"
+        inserted = f"{self.rid or 'A request'} inserts {some(self.insert_len, 'token')} into the cache{where}"
         if not self.num_new:
             return f"{inserted}: all are cached already. {_sizes(self)}"
         cached = f"{self.existing:,} {_are(self.existing)} cached already, " if self.existing else ""
@@ -84,6 +88,8 @@ class Split(Event):
 
     style: ClassVar[str] = "green"
     detail: ClassVar[bool] = True
+    rid: str | None
+    """Id of that request; None: the cache was called for no request."""
     node: int
     """The old node."""
     upper: int
@@ -98,9 +104,10 @@ class Split(Event):
     """New access time of both nodes and of those above them, in counted look-ups."""
 
     @classmethod
-    def of(cls, upper: Any, node: Any) -> Self:
+    def of(cls, upper: Any, node: Any, rid: str | None) -> Self:
         """Build the event for `node`, whose first tokens are in the new node `upper`."""
         return cls(
+            rid=rid,
             node=node.id,
             upper=upper.id,
             head=len(upper.value),
@@ -112,9 +119,9 @@ class Split(Event):
     def explain(self) -> str:
         locks = f"; both have {some(self.lock_ref, 'lock')}" if self.lock_ref else ""
         return (
-            f"Node {self.node} of {some(self.head + self.tail, 'token')} is split, because a request shares only its "
-            f"first {self.head:,}: they become node {self.upper}, and node {self.node} keeps the other {self.tail:,} "
-            f"below it{locks}."
+            f"Node {self.node} of {some(self.head + self.tail, 'token')} is split, because {self.rid or 'a request'} "
+            f"shares only its first {self.head:,}: they become node {self.upper}, and node {self.node} keeps the other "
+            f"{self.tail:,} below it{locks}."
         )
 
 
@@ -124,6 +131,8 @@ class Locked(Event):
 
     style: ClassVar[str] = "cyan"
     detail: ClassVar[bool] = True
+    rid: str | None
+    """Id of that request; None: the cache was called for no request."""
     node: int
     """The deepest locked node; all nodes above it are locked, too."""
     delta: int
@@ -138,9 +147,10 @@ class Locked(Event):
     """Cached tokens with a lock, after the event."""
 
     @classmethod
-    def of(cls, cache: Any, node: Any, delta: int, num_tokens: int) -> Self:
+    def of(cls, cache: Any, node: Any, delta: int, num_tokens: int, rid: str | None) -> Self:
         """Build the event for one lock more or less on `node`."""
         return cls(
+            rid=rid,
             node=node.id,
             delta=delta,
             num_tokens=num_tokens,
@@ -150,12 +160,13 @@ class Locked(Event):
         )
 
     def explain(self) -> str:
-        path = f"The path to node {self.node} has one lock {'more' if self.delta > 0 else 'less'}"
+        verb = "adds a lock to" if self.delta > 0 else "removes its lock from"
+        lock = f"{self.rid or 'A request'} {verb} the path to node {self.node}"
         if not self.num_tokens:
-            return f"{path}; all of it {'was protected already' if self.delta > 0 else 'stays protected'}."
+            return f"{lock}; all of it {'was protected already' if self.delta > 0 else 'stays protected'}."
         moved = f"{some(self.num_tokens, 'token')} {_are(self.num_tokens)}"
         now = "protected now" if self.delta > 0 else "evictable again"
-        return f"{path}: {moved} {now}. {_sizes(self)}"
+        return f"{lock}: {moved} {now}. {_sizes(self)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +174,8 @@ class Evicted(Event):
     """Cached tokens were evicted."""
 
     style: ClassVar[str] = "yellow"
+    rids: tuple[str, ...]
+    """Ids of the requests that need the slots: one, or those of a batch."""
     asked: int
     """Number of missing slots."""
     freed: int
@@ -179,12 +192,13 @@ class Evicted(Event):
     """Cached tokens with a lock, after the event."""
 
     def brief(self) -> str:
-        return f"evicted: {some(self.freed, 'token')}"
+        return f"evicted{_for(self.rids)}: {some(self.freed, 'token')}"
 
     @classmethod
-    def of(cls, cache: Any, asked: int, evicted: Sequence[tuple[int, int]]) -> Self:
+    def of(cls, cache: Any, asked: int, rids: Sequence[str], evicted: Sequence[tuple[int, int]]) -> Self:
         """Build the event for `evicted` nodes, each with its number of tokens."""
         return cls(
+            rids=tuple(rids),
             asked=asked,
             freed=sum(count for _, count in evicted),
             nodes=tuple(node for node, _ in evicted),
@@ -197,9 +211,9 @@ class Evicted(Event):
     def explain(self) -> str:
         short = "" if self.freed >= self.asked else ", all that no request has locked"
         return (
-            f"{some(self.asked, 'slot')} {_are(self.asked)} missing: {some(len(self.nodes), 'node')} with "
-            f"{some(self.freed, 'token')} {_are(len(self.nodes))} evicted, chosen by {self.strategy}{short}. "
-            f"{_sizes(self)}"
+            f"{some(self.asked, 'slot')} {_are(self.asked)} missing{_for(self.rids)}: "
+            f"{some(len(self.nodes), 'node')} with {some(self.freed, 'token')} {_are(len(self.nodes))} evicted, "
+            f"chosen by {self.strategy}{short}. {_sizes(self)}"
         )
 
 
@@ -267,6 +281,15 @@ class Released(Event):
             f"{self.rid} frees {pages} with its last {some(self.num_tokens, 'token')}, which the cache does not keep: "
             f"{', '.join(map(str, self.pages))}."
         )
+
+
+def listed(rids: Sequence[str]) -> str:
+    """Return the first request ids, and the number of the others."""
+    return ", ".join(at_most(4, list(rids)))
+
+
+def _for(rids: Sequence[str]) -> str:
+    return f" for {listed(rids)}" if rids else ""
 
 
 def _are(count: int) -> str:

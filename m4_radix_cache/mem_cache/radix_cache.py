@@ -11,7 +11,7 @@ ends of conversations are evicted before the prefixes that they share. m3 freed 
 SGLang: `mem_cache/radix_cache.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -58,7 +58,7 @@ class RadixCache(BasePrefixCache):
         while offset < end and (child := node.children.get(edge)) is not None:
             child.last_access_time = now
             if not data.startswith(child.key, offset, end):
-                child = self._split(child, self._num_common(child.key, data, offset, end))
+                child = self._split(child, self._num_common(child.key, data, offset, end), key.rid)
             if child.priority < priority:
                 child.priority = priority
             node = child
@@ -105,8 +105,8 @@ class RadixCache(BasePrefixCache):
         parent.children[edge] = node = TreeNode(self._num_nodes_ever, parent, edge, key, value, self._time, self._time)
         return node
 
-    def _split(self, node: TreeNode, num_bytes: int) -> TreeNode:
-        """Insert a new node with the first `num_bytes` of `node` above it, and return the new node.
+    def _split(self, node: TreeNode, num_bytes: int, rid: str | None) -> TreeNode:
+        """Insert a new node with the first `num_bytes` of `node` above it, for the request `rid`; return it.
 
         The old object keeps the tail: as a handle it still stands for the whole path, locks included.
         """
@@ -120,12 +120,12 @@ class RadixCache(BasePrefixCache):
         upper.children[node.edge] = node
         if node.entry is not None:
             self._candidates.push(node)
-        self.tracer.emit(Split.of, upper, node)
+        self.tracer.emit(Split.of, upper, node, rid)
         return upper
 
     # --- lock ---------------------------------------------------------------------------------------------------------
 
-    def inc_lock_ref(self, node: TreeNode) -> None:
+    def inc_lock_ref(self, node: TreeNode, rid: str | None = None) -> None:
         last, moved = node, 0
         while node is not self.root:
             assert node.parent is not None, f"{node!r} was evicted"
@@ -134,9 +134,9 @@ class RadixCache(BasePrefixCache):
                 self._candidates.discard(node)
             node.lock_ref += 1
             node = node.parent
-        self._lock_moved(last, 1, moved)
+        self._lock_moved(last, 1, moved, rid)
 
-    def dec_lock_ref(self, node: TreeNode) -> None:
+    def dec_lock_ref(self, node: TreeNode, rid: str | None = None) -> None:
         last, moved = node, 0
         while node is not self.root:
             assert node.parent is not None and node.lock_ref > 0, f"{node!r} is not locked"
@@ -146,7 +146,7 @@ class RadixCache(BasePrefixCache):
                 if not node.children:
                     self._candidates.push(node)
             node = node.parent
-        self._lock_moved(last, -1, moved)
+        self._lock_moved(last, -1, moved, rid)
 
     def record_hit(self, node: TreeNode) -> None:
         """Add one hit to `node` and all above it."""
@@ -160,7 +160,7 @@ class RadixCache(BasePrefixCache):
 
     # --- evict --------------------------------------------------------------------------------------------------------
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, rids: Sequence[str] = ()) -> int:
         """Free whole leaves, the smallest rank first, until at least `num_tokens` are free."""
         freed = 0
         nodes: list[TreeNode] = []
@@ -176,7 +176,7 @@ class RadixCache(BasePrefixCache):
         if not nodes:
             return 0
         slots = np.concatenate([node.value for node in nodes])
-        return self._evicted(num_tokens, slots, [(node.id, len(node.value)) for node in nodes])
+        return self._evicted(num_tokens, rids, slots, [(node.id, len(node.value)) for node in nodes])
 
     # --- checks -------------------------------------------------------------------------------------------------------
 

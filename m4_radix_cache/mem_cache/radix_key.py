@@ -23,13 +23,15 @@ class RadixKey:
     takes no key in place of token ids.
     """
 
-    __slots__ = ("data", "extra_key", "page_digests")
+    __slots__ = ("data", "extra_key", "page_digests", "rid")
 
-    def __init__(self, token_ids: Sequence[int] = (), extra_key: str | None = None) -> None:
+    def __init__(self, token_ids: Sequence[int] = (), extra_key: str | None = None, rid: str | None = None) -> None:
         self.data = _encode(token_ids)
         """The token ids, 4 bytes each, little endian."""
         self.extra_key = extra_key
         """The namespace."""
+        self.rid = rid
+        """Id of the request, for the trace; None: the key of no request."""
         self.page_digests: dict[int, list[bytes]] = {}
         """By page size, the digests of its first pages that `BlockHashCache` has computed."""
 

@@ -126,12 +126,12 @@ class DecodeScheduler(Scheduler):
             return False
         req.fill_ids = req.origin_input_ids + req.output_ids
         match = pools.tree_cache.match_prefix(req.key, len(req.fill_ids))
-        pools.tree_cache.inc_lock_ref(match.last_device_node)
+        pools.tree_cache.inc_lock_ref(match.last_device_node, req.rid)
         needed = self._room_for(req, len(match.device_indices))
         if needed is None:
-            pools.tree_cache.dec_lock_ref(match.last_device_node)
+            pools.tree_cache.dec_lock_ref(match.last_device_node, req.rid)
             return False
-        pools.make_room(needed)
+        pools.make_room(needed, [req.rid])
         self._place(req, match)
         self.tracer.emit(Matched.of, req)
         req.status = RequestStatus.TRANSFERRING

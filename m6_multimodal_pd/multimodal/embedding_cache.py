@@ -42,10 +42,11 @@ class EmbeddingCache:
             self._entries.move_to_end(content)
         return entry
 
-    def put(self, content: str, embeddings: Tensor, in_use: Collection[str]) -> bool:
+    def put(self, content: str, embeddings: Tensor, in_use: Collection[str], rid: str | None = None) -> bool:
         """Keep these embeddings; evict others for them, but none of those that are `in_use`.
 
         Returns False if that leaves too little room: then nothing is kept and nothing evicted.
+        `rid`: id of the request that brings the content, for the trace.
         """
         if content in self._entries:
             return True
@@ -60,7 +61,7 @@ class EmbeddingCache:
         if needed > 0:
             return False
         for victim in victims:
-            self._evict(victim)
+            self._evict(victim, rid)
         self._entries[content] = embeddings
         return True
 
@@ -72,9 +73,10 @@ class EmbeddingCache:
         """Raise AssertionError if the entries exceed the capacity; tests call it after each step."""
         assert self.used_bytes <= self.capacity_bytes
 
-    def _evict(self, content: str) -> None:
+    def _evict(self, content: str, rid: str | None) -> None:
         entry = self._entries.pop(content)
         self.num_evicted += 1
+        num_bytes, used_bytes = entry.nbytes, self.used_bytes
         self.tracer.emit(
-            ItemEvicted, hash=content, num_tokens=len(entry), num_bytes=entry.nbytes, used_bytes=self.used_bytes
+            ItemEvicted, rid=rid, hash=content, num_tokens=len(entry), num_bytes=num_bytes, used_bytes=used_bytes
         )

@@ -61,12 +61,13 @@ class Encoder:
         self._count_hits(slices, known)
         if missing:
             rids = dict.fromkeys(s.rid for s in slices if s.item.hash not in known)
+            first_rid = {s.item.hash: s.rid for s in reversed(slices)}
             known |= self._run(missing, tuple(rids))
             num_evicted = self.cache.num_evicted
             for item in missing:
                 if known[item.hash].isfinite().all():  # NaN and infinity end this step's request, and no later one
                     # if the cache keeps none of it, the next step that needs it encodes it again
-                    self.cache.put(item.hash, known[item.hash], in_use=items.keys())
+                    self.cache.put(item.hash, known[item.hash], items.keys(), first_rid[item.hash])
             self._add(num_evicted_items=self.cache.num_evicted - num_evicted)
         return [known[s.item.hash][s.first : s.first + s.count] for s in slices]
 

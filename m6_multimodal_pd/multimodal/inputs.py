@@ -95,8 +95,14 @@ class PaddedKey(RadixKey):
 
     __slots__ = ("offsets",)
 
-    def __init__(self, token_ids: Sequence[int], extra_key: str | None, items: Sequence[MultimodalDataItem]) -> None:
-        super().__init__(token_ids, extra_key)
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        extra_key: str | None,
+        items: Sequence[MultimodalDataItem],
+        rid: str | None = None,
+    ) -> None:
+        super().__init__(token_ids, extra_key, rid)
         self.offsets = [one for item in items for one in item.offsets]
         data = bytearray(self.data)
         for item in items:

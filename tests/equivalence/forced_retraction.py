@@ -4,6 +4,7 @@ Its memory reports that there is no room, so that the scheduler does what it alw
 each time another one. A request that runs alone stays, for no other would gain by its going.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
@@ -25,11 +26,11 @@ class ShortPools(Pools):
     def of(cls, pools: Pools) -> "ShortPools":
         return cls(pools.req_to_token_pool, pools.token_to_kv_pool_allocator, pools.tree_cache, debug=pools.debug)
 
-    def make_room(self, num_tokens: int) -> bool:
+    def make_room(self, num_tokens: int, rids: Sequence[str]) -> bool:
         if self.num_denials:
             self.num_denials -= 1
             return False
-        return super().make_room(num_tokens)
+        return super().make_room(num_tokens, rids)
 
 
 class ForcedRetraction(Scheduler):

@@ -32,6 +32,20 @@ VOLATILE = {
 STAMP = {"step", "time", "event"}
 """What `JsonlReader` writes in front of an event's data."""
 
+ABOUT_REQUESTS = {"rid", "rids", "owner"}
+"""Fields with the ids of the requests of an event: one of them, unless the event is an exception."""
+
+WITHOUT_REQUEST = {
+    "the engine when it starts": "engine_started backend_chosen step_limits eager_steps threads_changed kv_sized "
+    "costs_measured graphs_captured graphs_unavailable normal_order",
+    "a step or its forward as a whole; `batch` of the same step has the requests": "step_done forward kv_usage "
+    "blocks_used audit step_launched step_arrived",
+    "the whole cache, flushed by a call of the user": "cache_flushed",
+    "an engine or a process, and the way between two of them": "path_chosen engine_joined engine_refused "
+    "media_process_lost",
+}
+"""Kinds of events that no request causes, by what they are about."""
+
 SHORT = {milestone: milestone.partition("_")[0] for milestone in MILESTONES}
 CLASSES = [
     pytest.param(milestone, cls, id=f"{SHORT[milestone]}-{cls.__name__}")
@@ -69,6 +83,19 @@ def test_every_event_is_documented_frozen_and_named_after_its_class(milestone: s
 @each_class
 def test_no_field_has_the_name_of_a_column_of_every_record(milestone: str, cls: type[Event]) -> None:
     assert STAMP.isdisjoint(field.name for field in dataclasses.fields(cls))
+
+
+@each_class
+def test_every_event_has_the_requests_that_cause_it_or_is_an_exception(milestone: str, cls: type[Event]) -> None:
+    """So a reader finds all that happened to a request, and all that it did to caches and pools."""
+    has_requests = not ABOUT_REQUESTS.isdisjoint(field.name for field in dataclasses.fields(cls))
+    exceptions = " ".join(WITHOUT_REQUEST.values()).split()
+    assert has_requests == (cls.kind_name() not in exceptions)
+
+
+def test_every_exception_is_an_event() -> None:
+    kinds = {cls.kind_name() for milestone in MILESTONES for cls in event_classes(milestone)}
+    assert set(" ".join(WITHOUT_REQUEST.values()).split()) <= kinds
 
 
 @pytest.mark.parametrize("milestone", MILESTONES)

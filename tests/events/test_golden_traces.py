@@ -23,5 +23,11 @@ def test_the_trace_is_the_stored_one(golden: GoldenTrace, tmp_path: Path) -> Non
     golden.check(tmp_path / "trace.jsonl")
 
 
+def test_every_stored_event_of_requests_names_one(golden: GoldenTrace) -> None:
+    """None, or an empty tuple, is for a cache that is used outside an engine."""
+    for event in golden.stored():
+        assert event.get("rid", "") is not None and event.get("rids") != [], event
+
+
 def test_the_stored_trace_holds_nothing_that_another_machine_would_compute_otherwise(golden: GoldenTrace) -> None:
     golden.check_portable()

@@ -88,7 +88,7 @@ class FakeReq:
 
 def admit(cache: BasePrefixCache, rid: str, tokens: Sequence[int], *, extra_key: str | None = None) -> FakeReq:
     """A request that has started from the cache and computed the rest; none of that is cached yet."""
-    req = FakeReq(rid, RadixKey(tokens, extra_key), cache.req_to_token_pool)
+    req = FakeReq(rid, RadixKey(tokens, extra_key, rid), cache.req_to_token_pool)
     match = cache.match_prefix(req.key, len(tokens) - 1)
     if match.last_device_node is not None:
         cache.inc_lock_ref(match.last_device_node)

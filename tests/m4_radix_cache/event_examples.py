@@ -8,12 +8,15 @@ from m4_radix_cache.mem_cache.events import CacheFlushed, DuplicatesFreed, Evict
 
 MATCHED = Matched(rid="c", query_len=545, limit=544, device_hit=512, host_hit=0)
 INSERTED = Inserted(
-    node=4, parent=2, extra_key=None, insert_len=48, existing=16, token_ids=tuple(range(32)), pages=(7, 9), priority=0,
-    last_access_time=5, evictable=640, protected=1024,
+    rid="c", node=4, parent=2, extra_key=None, insert_len=48, existing=16, token_ids=tuple(range(32)), pages=(7, 9),
+    priority=0, last_access_time=5, evictable=640, protected=1024,
 )  # fmt: skip
-SPLIT = Split(node=4, upper=9, head=512, tail=32, lock_ref=0, last_access_time=5)
-LOCKED = Locked(node=4, delta=1, num_tokens=512, last_access_time=5, evictable=128, protected=1024)
-EVICTED = Evicted(asked=20, freed=48, nodes=(5, 3), token_counts=(16, 32), strategy="lru", evictable=100, protected=1)
+SPLIT = Split(rid="c", node=4, upper=9, head=512, tail=32, lock_ref=0, last_access_time=5)
+LOCKED = Locked(rid="c", node=4, delta=1, num_tokens=512, last_access_time=5, evictable=128, protected=1024)
+EVICTED = Evicted(
+    rids=("a", "b"), asked=20, freed=48, nodes=(5, 3), token_counts=(16, 32), strategy="lru", evictable=100,
+    protected=1,
+)  # fmt: skip
 AUDIT = Audit(available=1000, evictable=500, protected=400, owned=100, total=2000)
 ORDER = PolicyOrder(
     policy="lpm", active="lpm", rids=("a", "b", "c"), num_held_back=1, num_retracted=1, hits=(0, 1040, 0),
@@ -38,23 +41,26 @@ EXAMPLES: dict[Event, list[str]] = {
     replace(MATCHED, device_hit=0): ["c can skip none of its 545 tokens: no prefix of it is cached."],
     replace(MATCHED, device_hit=0, limit=0): ["none of its 545 tokens: the logits of its whole prompt are needed."],
     replace(MATCHED, host_hit=16): ["in the cache, and 16 more in host memory", "17 are left"],
-    INSERTED: ["48 tokens are inserted into the cache: 16 are cached already, 32 are new, from node 2 down to node 4."],
+    INSERTED: ["c inserts 48 tokens into the cache: 16 are cached already, 32 are new, from node 2 down to node 4."],
     replace(INSERTED, existing=0, parent=0, extra_key="t"): ["under the salt 't': 48 are new, from the root down to"],
-    replace(INSERTED, existing=48, pages=()): ["48 tokens are inserted into the cache: all are cached already."],
+    replace(INSERTED, existing=48, pages=()): ["c inserts 48 tokens into the cache: all are cached already."],
+    replace(INSERTED, rid=None): ["A request inserts 48 tokens"],
     SPLIT: [
-        "Node 4 of 544 tokens is split",
-        "a request shares only its first 512: they become node 9, and node 4 keeps the other 32 below it.",
+        "Node 4 of 544 tokens is split, because c shares only its first 512: they become node 9",
+        "and node 4 keeps the other 32 below it.",
     ],
     replace(SPLIT, lock_ref=2): ["both have 2 locks."],
-    LOCKED: ["The path to node 4 has one lock more: 512 tokens are protected now.", "128 tokens evictable, 1,024 prot"],
-    replace(LOCKED, delta=-1, num_tokens=1): ["node 4 has one lock less: 1 token is evictable again."],
-    replace(LOCKED, num_tokens=0): ["one lock more; all of it was protected already."],
-    replace(LOCKED, num_tokens=0, delta=-1): ["one lock less; all of it stays protected."],
+    replace(SPLIT, rid=None): ["is split, because a request shares"],
+    LOCKED: ["c adds a lock to the path to node 4: 512 tokens are protected now.", "128 tokens evictable, 1,024 prot"],
+    replace(LOCKED, delta=-1, num_tokens=1): ["c removes its lock from the path to node 4: 1 token is evictable"],
+    replace(LOCKED, num_tokens=0): ["c adds a lock to the path to node 4; all of it was protected already."],
+    replace(LOCKED, num_tokens=0, delta=-1): ["from the path to node 4; all of it stays protected."],
+    replace(LOCKED, rid=None): ["A request adds a lock"],
     EVICTED: [
-        "20 slots are missing: 2 nodes with 48 tokens are evicted, chosen by lru.",
+        "20 slots are missing for a, b: 2 nodes with 48 tokens are evicted, chosen by lru.",
         "Cached now: 100 tokens evictable, 1 p",
     ],
-    replace(EVICTED, asked=50, freed=16, nodes=(5,), token_counts=(16,)): [
+    replace(EVICTED, rids=(), asked=50, freed=16, nodes=(5,), token_counts=(16,)): [
         "50 slots are missing: 1 node with 16 tokens is evicted, chosen by lru, all that no request has locked.",
     ],
     CacheFlushed(evictable=512, protected=0): ["The cache is flushed: 512 tokens are discarded."],

@@ -50,25 +50,28 @@ def test_one_key_serves_caches_of_several_page_sizes(cache: BlockHashCache) -> N
 def test_everything_that_happens_is_told() -> None:
     tracer = Tracer()
     recorder, cache = Recorder(tracer), make_cache("block_hash", page_size=4, tracer=tracer)
-    cache.insert(RadixKey(A + B), allocator_of(cache).alloc(8))
+    cache.insert(RadixKey(A + B, rid="a"), allocator_of(cache).alloc(8))
     cache.insert(RadixKey(A + C + D), allocator_of(cache).alloc(12))
     node = find(cache, A).last_device_node
-    cache.inc_lock_ref(node)
-    cache.evict(8)
-    cache.dec_lock_ref(node)
+    cache.inc_lock_ref(node, "a")
+    cache.evict(8, ["b", "c"])
+    cache.dec_lock_ref(node, "a")
     cache.reset()
     assert [record.event for record in recorder.records] == [
         Inserted(
-            node=2, parent=0, extra_key=None, insert_len=8, existing=0, token_ids=(*A, *B), pages=(1, 2), priority=0,
-            last_access_time=None, evictable=8, protected=0,
+            rid="a", node=2, parent=0, extra_key=None, insert_len=8, existing=0, token_ids=(*A, *B), pages=(1, 2),
+            priority=0, last_access_time=None, evictable=8, protected=0,
         ),
         Inserted(
-            node=5, parent=1, extra_key=None, insert_len=12, existing=4, token_ids=(*C, *D), pages=(4, 5), priority=0,
-            last_access_time=None, evictable=16, protected=0,
+            rid=None, node=5, parent=1, extra_key=None, insert_len=12, existing=4, token_ids=(*C, *D), pages=(4, 5),
+            priority=0, last_access_time=None, evictable=16, protected=0,
         ),
-        Locked(node=1, delta=1, num_tokens=4, last_access_time=None, evictable=12, protected=4),
-        Evicted(asked=8, freed=8, nodes=(2, 5), token_counts=(4, 4), strategy="lru", evictable=4, protected=4),
-        Locked(node=1, delta=-1, num_tokens=4, last_access_time=None, evictable=8, protected=0),
+        Locked(rid="a", node=1, delta=1, num_tokens=4, last_access_time=None, evictable=12, protected=4),
+        Evicted(
+            rids=("b", "c"), asked=8, freed=8, nodes=(2, 5), token_counts=(4, 4), strategy="lru", evictable=4,
+            protected=4,
+        ),
+        Locked(rid="a", node=1, delta=-1, num_tokens=4, last_access_time=None, evictable=8, protected=0),
         CacheFlushed(evictable=8, protected=0),
     ]  # fmt: skip
 

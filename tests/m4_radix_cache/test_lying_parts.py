@@ -4,7 +4,7 @@ Parts may be somebody's own (`parts={...}`), so what they say is material to che
 otherwise be asked again in every step, and a row in the wrong place would become somebody's token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -202,14 +202,14 @@ def test_a_part_that_raises_ends_all_requests_and_the_engine_goes_on(
 class EvictsNothing(RadixCache):
     """Says what could be evicted, and never does it."""
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, rids: Sequence[str] = ()) -> int:
         return 0
 
 
 class EvictsOnPaper(EvictsNothing):
     """And says that it has."""
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, rids: Sequence[str] = ()) -> int:
         return num_tokens
 
 

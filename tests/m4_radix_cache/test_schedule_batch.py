@@ -95,6 +95,6 @@ def test_tokens_may_come_in_any_order_and_not_for_everybody() -> None:
 def test_an_eviction_is_asked_for_only_where_room_is_missing() -> None:
     pools = pools_of(make_cache(num_pages=8))
     put(pools.tree_cache, [1, 2, 3])
-    assert pools.make_room(5) and pools.tree_cache.num_evicted_tokens == 0
-    assert not pools.make_room(9) and pools.tree_cache.num_evicted_tokens == 3
+    assert pools.make_room(5, []) and pools.tree_cache.num_evicted_tokens == 0
+    assert not pools.make_room(9, []) and pools.tree_cache.num_evicted_tokens == 3
     assert np.array_equal(pools.token_to_kv_pool_allocator.owned_pages(), [])

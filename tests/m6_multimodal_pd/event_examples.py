@@ -64,7 +64,7 @@ RUN = EncoderRun(
     rids=("a", "b"), hashes=(CONTENT, OTHER), num_tokens=312, num_patches=1248, budget=1024, milliseconds=12.34
 )
 HIT = EncoderHit(rid="b", hash=CONTENT, num_tokens=1300, num_read=1300)
-EVICTED = ItemEvicted(hash=CONTENT, num_tokens=300, num_bytes=230_400, used_bytes=9216)
+EVICTED = ItemEvicted(rid="b", hash=CONTENT, num_tokens=300, num_bytes=230_400, used_bytes=9216)
 GRAPHS = GraphsCaptured(
     model="target", decode_sizes=(1, 2, 4, 8, 12), verify_sizes=(), num_bytes=3 * 2**20, milliseconds=1234.5
 )
@@ -128,7 +128,7 @@ EXAMPLES: dict[Event, list[str]] = {
     replace(RUN, num_tokens=1): ["1 embedding,"],
     HIT: ["b finds 3f9a61c0 encoded already, and reads the 1,300 embeddings"],
     replace(HIT, num_read=1100): ["reads 1,100 of the 1,300 embeddings"],
-    EVICTED: ["3f9a61c0 are evicted (300 embeddings, 225.0 KiB)", "9.0 KiB stay."],
+    EVICTED: ["3f9a61c0 (300 embeddings, 225.0 KiB) are evicted for an item of b: this step", "9.0 KiB stay."],
     GRAPHS: ["graphs of the target model: decodes of up to 12 rows in 5 sizes.", "3.0 MiB", "1,234 ms."],
     replace(GRAPHS, verify_sizes=(1, 2, 3)): ["in 5 sizes, verifications of up to 3 tokens in 3 sizes. They"],
     NO_GRAPHS: ["Steps of the draft model", "without CUDA graphs: OutOfMemoryError: CUDA out of memory."],

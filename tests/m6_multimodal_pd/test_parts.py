@@ -49,7 +49,7 @@ def test_a_reader_of_ones_own_reads_what_comes(make_engine: MakeEngine) -> None:
 class Forgetful(EmbeddingCache):
     """Keeps nothing: every picture is encoded again for each of its pieces."""
 
-    def put(self, content: str, embeddings: Tensor, in_use: Collection[str]) -> bool:
+    def put(self, content: str, embeddings: Tensor, in_use: Collection[str], rid: str | None = None) -> bool:
         return False
 
 

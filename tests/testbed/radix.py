@@ -164,8 +164,8 @@ class SqueezedPools(Pools):
     num_forced = 0
     _count: int | None = None
 
-    def make_room(self, num_tokens: int) -> bool:
-        has_room = super().make_room(num_tokens)
+    def make_room(self, num_tokens: int, rids: Sequence[str]) -> bool:
+        has_room = super().make_room(num_tokens, rids)
         count = len(self.running())
         if self._count is not None and count < self._count:
             self.due -= 1
