@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from m1_single_request.events import Admit as SingleAdmit, Batch as SingleBatch
 from m1_single_request.trace_event import Event, some
 from m2_continuous_batching.events import NotAdmitted as BatchNotAdmitted
+from m4_radix_cache.mem_cache.events import listed
 from m4_radix_cache.request import Req
 
 
@@ -275,6 +276,11 @@ class Batch(SingleBatch):
     """Maximum number of new tokens."""
 
     @property
+    def word(self) -> str:
+        """The mode as a word of its own: `prefill` for `extend`."""
+        return "prefill" if self.mode == "extend" else self.mode
+
+    @property
     def total_tokens(self) -> int:
         return sum(self.extend_lens)
 
@@ -302,18 +308,22 @@ class Batch(SingleBatch):
 
     def brief(self) -> str:
         cached = f", {self.num_cached:,} more cached" if self.num_cached else ""
-        return f"{self.mode:<7} {some(self.total_tokens, 'token')} of {some(len(self.rids), 'request')}{cached}"
+        return f"{self.word:<7} {some(self.total_tokens, 'token')} of {some(len(self.rids), 'request')}{cached}"
+
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        return tuple((rid, self.word) for rid in self.rids)
 
     def explain(self) -> str:
         left = f" Since the last batch left: {', '.join(self.left)}." if self.left else ""
+        requests = f"{some(len(self.rids), 'request')} ({listed(self.rids)})"
         if self.mode == "decode":
-            return f"Decode batch of {some(len(self.rids), 'request')}: 1 token each.{left}"
+            return f"Decode of {requests}: 1 token each.{left}"
         cached = f", and {self.num_cached:,} more are read from the cache" if self.num_cached else ""
         waiting = self.num_running - len(self.rids)
         delayed = f" {some(waiting, 'running request')} must wait for that." if waiting else ""
         return (
-            f"Extend batch of {some(len(self.rids), 'request')}: {some(self.total_tokens, 'token')} to compute, of at "
-            f"most {self.budget:,}{cached}.{delayed}{left}"
+            f"Prefill of {requests}: {some(self.total_tokens, 'token')} to compute, of at most {self.budget:,}{cached}."
+            f"{delayed}{left}"
         )
 
 

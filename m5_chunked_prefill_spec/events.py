@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, some, volatile
 from m4_radix_cache.events import Batch as PlainBatch
+from m4_radix_cache.mem_cache.events import listed
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.cost_table import CostTable
 
@@ -114,6 +115,10 @@ class Batch(PlainBatch):
         )
 
     @property
+    def word(self) -> str:
+        return "verify" if self.mode == "target_verify" else super().word
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(self.extend_lens[: self.num_prompts])
 
@@ -126,11 +131,11 @@ class Batch(PlainBatch):
         return sum(self.draft_lens)
 
     def brief(self) -> str:
-        return f"{self.mode:<7} {some(self.total_tokens, 'token')} of {some(len(self.rids), 'request')}"
+        return f"{self.word:<7} {some(self.total_tokens, 'token')} of {some(len(self.rids), 'request')}"
 
     def lanes(self) -> tuple[tuple[str, str], ...]:
         decodes = [f"verify {number}" if number else "decode" for number in self.draft_lens[self.num_prompts :]]
-        return tuple(zip(self.rids, ["extend"] * self.num_prompts + decodes, strict=True))
+        return tuple(zip(self.rids, ["prefill"] * self.num_prompts + decodes, strict=True))
 
     def counters(self) -> dict[str, float]:
         return {
@@ -140,17 +145,20 @@ class Batch(PlainBatch):
         }
 
     def explain(self) -> str:
-        parts = [some(self.num_decodes, "decode")] * bool(self.num_decodes)
-        parts += [some(self.num_draft_tokens, "draft")] * bool(self.num_draft_tokens)
-        if self.num_prompts:
-            parts.append(f"{some(self.num_prompt_tokens, 'token')} of {some(self.num_prompts, 'prompt')}")
+        decodes = list(zip(self.rids, self.draft_lens, strict=True))[self.num_prompts :]
+        verifying, plain = ([rid for rid, drafts in decodes if bool(drafts) is has] for has in (True, False))
+        does = (
+            (self.rids[: self.num_prompts], "prefills", "prefill", f" {some(self.num_prompt_tokens, 'token')}"),
+            (verifying, "verifies", "verify", f" {some(self.num_draft_tokens, 'draft')}"),
+            (plain, "decodes", "decode", ""),
+        )
+        parts = [f"{listed(rids)} {one if len(rids) == 1 else many}{what}" for rids, one, many, what in does if rids]
         waiting = self.num_running - len(self.rids)
         delayed = f" {some(waiting, 'running request')} must wait for that." if waiting > 0 else ""
         left = f" Since the last batch left: {', '.join(self.left)}." if self.left else ""
-        name = self.mode.capitalize().replace("_", " ")
         return (
-            f"{name} batch: {' + '.join(parts)} = {self.total_tokens:,} of at most {some(self.budget, 'token')}."
-            f"{delayed}{left}"
+            f"Batch of {some(len(self.rids), 'request')}: {'; '.join(parts)}. "
+            f"New tokens: {self.total_tokens:,} of at most {self.budget:,}.{delayed}{left}"
         )
 
 
@@ -211,7 +219,8 @@ class Verified(Event):
         else:
             end = f"{self.texts[self.rejected_at]!r} is wrong, {self.own!r} is right"
         new = some(len(self.tokens), "token")
-        return f"{self.rid}: {self.method} drafted {drafts}. {accepted} accepted: {end}. {new} in one step."
+        source = {"ngram": "n-grams", "draft_model": "the draft model"}[self.method]
+        return f"{self.rid}: {source} drafted {drafts}. {accepted} accepted: {end}. {new} in one step."
 
 
 @dataclass(frozen=True, kw_only=True)

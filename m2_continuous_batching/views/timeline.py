@@ -54,8 +54,8 @@ class Timeline(TraceReader):
         event, step = record.event, record.step
         if isinstance(event, RequestAdded):
             self.lanes[event.rid] = Lane(begin=len(self.steps) + len(self._now))
-        for rid, label in event.lanes():  # of any milestone's `Batch`: from m4 on `extend`, from m5 on also `verify 3`
-            self._now.of(step)[rid] = "prefill" if label in ("prefill", "extend") else "decode"
+        for rid, label in event.lanes():  # of any milestone's `Batch`: from m5 on also `verify 3`
+            self._now.of(step)[rid] = "prefill" if label == "prefill" else "decode"
         if isinstance(event, LeftOut):
             self._now.of(step).update(dict.fromkeys(event.rids, "left out"))
         elif isinstance(event, Finish):

@@ -22,6 +22,7 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m5_chunked_prefill_spec.scheduler import Scheduler
+from m6_multimodal_pd.disaggregation.events import Batch
 from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltBatch
 
 NUM_RESERVED_TOKENS = 512
@@ -34,6 +35,8 @@ class DecodeScheduler(Scheduler):
 
     `leave`, `is_stuck`, `reset` and `check_invariants` know the requests in these queues.
     """
+
+    batch_event = Batch
 
     def __init__(self, **settings: Any) -> None:
         """`settings`: as m5's. A `policy` orders the waiting queue; the preallocation queue has an order of its own."""

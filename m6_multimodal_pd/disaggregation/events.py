@@ -1,9 +1,11 @@
-"""Events of a group of engines: requests routed, KV transferred, engines joined, refused and lost."""
+"""Events of a group of engines: requests routed, KV transferred and taken over, engines joined, refused and lost."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from m1_single_request.trace_event import Event, size, some, volatile
+from m4_radix_cache.mem_cache.events import listed
+from m5_chunked_prefill_spec.events import Batch as PlainBatch
 from m6_multimodal_pd.disaggregation.runtime.messages import Joined
 
 
@@ -142,6 +144,23 @@ class RoomTaken(Event):
             f"There is room for the {some(self.num_tokens, 'token')} of {self.rid}: {some(self.num_pages, 'page')} may "
             f"come from {self.origin}.{cached}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(PlainBatch):
+    """A batch of a decode engine. `mode` may also be `prebuilt`: another engine has computed these prompts."""
+
+    def brief(self) -> str:
+        return f"arrived: {listed(self.rids)}" if self.mode == "prebuilt" else super().brief()
+
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        return tuple((rid, "arrived") for rid in self.rids) if self.mode == "prebuilt" else super().lanes()
+
+    def explain(self) -> str:
+        if self.mode != "prebuilt":
+            return super().explain()
+        left = f" Since the last batch left: {', '.join(self.left)}." if self.left else ""
+        return f"No forward for {listed(self.rids)}: another engine has computed prompt and first token.{left}"
 
 
 @dataclass(frozen=True, kw_only=True)

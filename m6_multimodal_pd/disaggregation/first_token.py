@@ -5,9 +5,9 @@ from collections.abc import Sequence as SequenceOf
 from m1_single_request.request import FinishLength, Sequence
 from m1_single_request.stop_checker import StopChecker, StopVerdict
 
-HANDED_ON = FinishLength("first_token", 1)
+HANDED_ON = FinishLength("max_tokens of a prefill engine", 1)
 """End of the computation on the prefill side: the request waits until its KV has arrived."""
-TAKEN_OVER = FinishLength("first_token", 1)
+TAKEN_OVER = FinishLength("max_tokens of a prefill engine", 1)
 """End on the prefill side: the decode side has all KV."""
 
 

@@ -4,8 +4,8 @@
     console.print(view.draw())    # now
 
     engine     steps  running  waiting  KV tokens     last step
-    prefill-0  5      1        2        354 of 8,192  Extend batch: 128 tokens of 2 prompts = 128 of at most ...
-    decode-0   9      4        0        410 of 8,192  Decode batch: 4 decodes = 4 of at most 128 tokens.
+    prefill-0  5      1        2        354 of 8,192  Batch of 2 requests: req-4, req-5 prefill 128 ...
+    decode-0   9      4        0        410 of 8,192  Batch of 4 requests: req-0, req-1, req-2, req-3 ...
 
            prefill side       decode side        chunks  pages  moved
     req-0  success            success            1/1     3/3    192.0 KiB

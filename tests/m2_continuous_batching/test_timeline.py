@@ -129,7 +129,7 @@ class LaterBatch(Event):
 
 
 def test_batches_of_later_milestones_are_drawn_alike() -> None:
-    first, second = LaterBatch((("a", "extend"),)), LaterBatch((("a", "verify 3"), ("b", "extend")))
+    first, second = LaterBatch((("a", "prefill"),)), LaterBatch((("a", "verify 3"), ("b", "prefill")))
     timeline = fed(Timeline(), (added("a"), first), (added("b"), second), (LaterBatch((("a", "decode"),)), ended("a")))
     assert drawn(timeline) == ["step  1", "a     P--|", "b      P.", ""]
 

@@ -99,10 +99,10 @@ EXAMPLES: dict[Event, list[str]] = {
         "its 70 tokens is freed, except what is cached", "25% of their remaining tokens",
     ],
     BATCH: [
-        "Extend batch of 2 requests: 3 tokens to compute, of at most 2,048, and 527 more are read from the cache.",
+        "Prefill of 2 requests (a, b): 3 tokens to compute, of at most 2,048, and 527 more are read from the cache.",
         "3 running requests must wait", "left: c.",
     ],
     replace(BATCH, mode="decode", left=(), extend_lens=(1, 1), num_running=2): [
-        "Decode batch of 2 requests: 1 token each.",
+        "Decode of 2 requests (a, b): 1 token each.",
     ],
 }  # fmt: skip

@@ -41,10 +41,10 @@ def test_events_name_their_requests() -> None:
 
 
 def test_summaries_lanes_and_curves_of_events() -> None:
-    assert BATCH.brief() == "extend  3 tokens of 2 requests, 527 more cached"
+    assert BATCH.brief() == "prefill 3 tokens of 2 requests, 527 more cached"
     assert dataclasses.replace(BATCH, mode="decode").brief() == "decode  3 tokens of 2 requests"
     assert (EVICTED.brief(), RETRACT.brief()) == ("evicted for a, b: 48 tokens", "retracted: a")
-    assert BATCH.lanes() == (("a", "extend"), ("b", "extend"))
+    assert BATCH.lanes() == (("a", "prefill"), ("b", "prefill"))
     assert AUDIT.counters() == {
         "KV slots free": 1000,
         "KV slots evictable": 500,

@@ -39,14 +39,15 @@ EXAMPLES: dict[Event, list[str]] = {
     replace(CUT, bound_by="target_gap_ms"): ["a longer step would miss target_gap_ms"],
     replace(CUT, bound_by="memory"): ["there is no free memory for more"],
     BATCH: [
-        "Mixed batch: 2 decodes + 2 drafts + 60 tokens of 1 prompt = 64 of at most 64 tokens.",
+        "Batch of 3 requests: a prefills 60 tokens; b verifies 2 drafts; c decodes. New tokens: 64 of at most 64.",
         "Since the last batch left: d.",
     ],
     replace(BATCH, mode="target_verify", num_prompts=0, rids=("b",), extend_lens=(2,), draft_lens=(1,), left=()): [
-        "Target verify batch: 1 decode + 1 draft = 2 of at most 64 tokens. 2 running requests must wait for that."
+        "Batch of 1 request: b verifies 1 draft. New tokens: 2 of at most 64. 2 running requests must wait for that."
     ],
+    replace(BATCH, num_prompts=2, draft_lens=(0, 0, 2)): ["requests: a, b prefill 63 tokens; c verifies 2 drafts. New"],
     VERIFIED: [
-        "b: ngram drafted ' the' ' cat'. 1 of 2 drafts accepted: ' cat' is wrong, ' dog' is right. "
+        "b: n-grams drafted ' the' ' cat'. 1 of 2 drafts accepted: ' cat' is wrong, ' dog' is right. "
         "2 tokens in one step."
     ],
     replace(VERIFIED, accepted=2, tokens=(7, 8, 9)): [

@@ -45,8 +45,8 @@ def test_the_tour_cuts_drafts_and_explains(tmp_path: Path, capsys: pytest.Captur
     for part in (
         "4 answers being streamed; when they have 6 tokens each, a prompt of 510 tokens arrives.",
         "a step has at most 64 tokens",
-        "step 8: Mixed batch: 4 decodes + 60 tokens of 1 prompt = 64 of at most 64 tokens.",
-        "step 16: Mixed batch: 4 decodes + 30 tokens of 1 prompt = 34 of at most 64 tokens.",
+        "step 8: Batch of 5 requests: req-4 prefills 60 tokens; req-3, req-0, req-1, req-2 decode. New",
+        "step 16: Batch of 5 requests: req-4 prefills 30 tokens; req-3, req-0, req-1, req-2 decode. New",
         "req-4: The code of ocean is 7115.",
         "Longest gap of a stream: ",
         "first token of a prompt",
@@ -69,7 +69,7 @@ def test_the_first_part_has_the_steps_and_streams_of_the_flags(
     assert demo.main(["--max-num-batched-tokens", "100", "--num-prompts", "2"]) == 0
     out = words(capsys.readouterr().out)
     assert "2 answers being streamed" in out
-    pieces = re.findall(r"2 decodes \+ (\d+) tokens of 1 prompt", out)
+    pieces = re.findall(r"req-2 prefills (\d+) tokens; req-0, req-1 decode", out)
     assert list(map(int, pieces)) == [98, 98, 20] and "and 3 more" in out
 
 
@@ -113,7 +113,7 @@ def test_a_prompt_with_drafts_is_answered_and_explained(capsys: pytest.CaptureFi
     argv = ["--prompt", "Repeat this text:\nlamp river goat lamp river", "--speculative", "ngram", "--trace", "verbose"]
     assert demo.main([*argv, "--num-speculative-tokens", "3"]) == 0
     out = words(capsys.readouterr().out)
-    assert "lamp river goat lamp river" in out and "ngram drafted" in out and "Target verify batch" in out
+    assert "lamp river goat lamp river" in out and "n-grams drafted" in out and "request: req-0 verifies" in out
     assert "prompt tokens: 0 reused" in out
 
 

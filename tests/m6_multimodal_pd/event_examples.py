@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from m1_single_request.trace_event import Event
 from m6_multimodal_pd.disaggregation.events import (
+    Batch,
     ChunkReceived,
     ChunkSent,
     EngineJoined,
@@ -86,6 +87,10 @@ LOST = EngineLost(name="decode-1", why="its process was killed by signal 9", rid
 REPORTED = Reported(
     engine="decode-1", its_step=12, what="decode", rids=("a",), text="a has 3 tokens.", facts=(("n", 3),)
 )
+BATCH = Batch(
+    mode="prebuilt", rids=("a", "b"), extend_lens=(0, 0), prefix_lens=(9, 7), seq_lens=(9, 7), draft_lens=(0, 0),
+    out_slots=(), left=("c",), num_prompts=2, chunked=None, num_running=2, budget=64,
+)  # fmt: skip
 
 NORMAL = NormalOrder(reason="the torch backend has no thread that runs all layers")
 LAUNCHED = StepLaunched(num_tokens=1025, num_futures=2, behind=6, waited_for=None, is_async=True)
@@ -103,6 +108,8 @@ EXAMPLES: dict[Event, list[str]] = {
     PATH: ["KV between this engine and decode-0 goes through GPU memory: it can read this GPU."],
     CAME: ["2 pages of a came from prefill-0: 1.0 MiB in 0.50 ms (2.1 GB/s)."],
     TAKEN: ["room for the 100 tokens of a: 4 pages may come from prefill-0.", "48 tokens are cached here"],
+    BATCH: ["No forward for a, b: another engine has computed prompt and first token. Since the last batch left: c."],
+    replace(BATCH, mode="decode", num_prompts=0, extend_lens=(1, 1), left=()): ["Batch of 2 requests: a, b decode."],
     ROUTED: ["a goes to prefill-0 for its prompt, and to decode-1 for its answer."],
     replace(ROUTED, attempt=2, num_output_tokens=5): ["for its answer (attempt 2, behind 5 tokens)."],
     JOINED: ["Engine decode-1 joins, for decode", "131,072 tokens in pages of 16", "at most 4,096."],

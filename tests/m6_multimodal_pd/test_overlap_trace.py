@@ -156,7 +156,8 @@ def test_a_file_shows_what_was_shown_live(make_engine: MakeEngine, book: None, t
             reader.read(record)
     for reader in stored.readers:
         reader.close()
-    assert stored.records == live.records
+    written, shown = ([(r.step, r.time, r.event.kind, r.event.data()) for r in each.records] for each in (stored, live))
+    assert written == shown  # not their classes: a batch of a decode engine is of another one
     for verbose in (False, True):
         assert stored.text(verbose=verbose) == live.text(verbose=verbose)
     for ours, theirs in zip(stored.views, live.views, strict=True):

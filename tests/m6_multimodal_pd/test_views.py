@@ -141,9 +141,9 @@ def test_a_chunk_whose_beginning_is_not_in_the_trace_is_no_error() -> None:
 
 def test_an_engine_has_its_state_and_its_last_step_in_80_columns() -> None:
     done = report("prefill-0", "step_done", num_running=3, num_waiting=4, kv_tokens=7000)
-    batch = report("prefill-0", "batch", text="Extend batch: " + "x" * 200)
+    batch = report("prefill-0", "batch", text="Batch of 2 requests: " + "x" * 200)
     lines = drawn_of(joined("decode-0"), joined("prefill-0"), done, batch, width=80).splitlines()
-    assert re.match(r"prefill-0 +12 +3 +4 +7,000 of 131,072 +Extend batch: x+…", lines[1])
+    assert re.match(r"prefill-0 +12 +3 +4 +7,000 of 131,072 +Batch of 2 requests: x+…", lines[1])
     assert re.match(r"decode-0 +0 +0 +0 +0 of 131,072 *$", lines[2]) and max(map(len, lines)) <= 80
     assert "decode-1" not in drawn_of(joined("decode-1"), record(LOST))
 
