@@ -81,6 +81,9 @@ def make_parser(prog: str, doc: str | None, flags: Flags) -> argparse.ArgumentPa
         help="Print every decision, or a line per step. Default: verbose with --prompt, off with --chat.",
     )
     parser.add_argument("--trace-file", metavar="OUT.jsonl", help="Write every event to this file, one per line.")
+    parser.add_argument(
+        "--chrome-trace", metavar="OUT.json", help="Write a trace for https://ui.perfetto.dev to this file at the end."
+    )
     for title, (config_class, names) in flags.items():
         add_flags(parser.add_argument_group(title), config_class, names)
     return parser
@@ -108,15 +111,20 @@ def is_tour(args: argparse.Namespace) -> bool:
 
 def configs_of(args: argparse.Namespace, console: Console, **classes: type) -> dict[str, Any]:
     """Return the configurations of the flags, with the trace, as keywords of an engine; set its number of threads."""
-    level = args.trace or ("off" if args.prompt is None else "verbose")
-    readers = () if level == "off" else (ConsoleReader(verbose=level == "verbose", console=console),)
     configs: dict[str, Any] = {
         f"{name}_config": config_of(args, config_class) for name, config_class in classes.items()
     }
     threads = config_of(args, DemoConfig).threads or (1 if configs["model_config"].model is None else None)
     if threads is not None:
         torch.set_num_threads(threads)
-    return {**configs, "trace_config": TraceConfig(jsonl=args.trace_file, readers=readers)}
+    return {**configs, "trace_config": trace_of(args, console)}
+
+
+def trace_of(args: argparse.Namespace, console: Console) -> TraceConfig:
+    """Return the readers of the trace that the flags request."""
+    level = args.trace or ("off" if args.prompt is None else "verbose")
+    readers = () if level == "off" else (ConsoleReader(verbose=level == "verbose", console=console),)
+    return TraceConfig(jsonl=args.trace_file, chrome=args.chrome_trace, readers=readers)
 
 
 class Conversation:

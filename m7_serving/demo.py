@@ -12,16 +12,16 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from rich.console import Console
 
 from m1_single_request import demo as m1
-from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError
 from m1_single_request.flags import config_of
 from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.trace_readers import ConsoleReader, Records
+from m1_single_request.trace_readers import Records
 from m6_multimodal_pd.errors import EngineLostError
 from m7_serving import AsyncLLM
 from m7_serving.__main__ import FLAGS as OF_THE_SERVER, configs_of
@@ -48,9 +48,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
     except ImportError as error:
         raise ConfigError(f'the demo needs more packages (pip install "stepwise-llm[serve]" openai): {error}') from None
     params, records = config_of(args, SamplingParams), Records()
-    level = args.trace or ("off" if args.prompt is None else "verbose")
-    console_reader = () if level == "off" else (ConsoleReader(verbose=level == "verbose", console=console),)
-    trace = TraceConfig(jsonl=args.trace_file, readers=(records, *console_reader))
+    trace = m1.trace_of(args, console)
+    trace = replace(trace, readers=(records, *trace.readers))
 
     async def with_clients(url: str) -> None:
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:

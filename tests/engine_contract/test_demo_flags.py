@@ -3,6 +3,7 @@
 import importlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
 from m6_multimodal_pd.demo_tour import PICTURES
 from tests.events.milestones import MILESTONES
 from tests.support.demos import words
+from tests.support.traces import chrome_bars, chrome_entries
 
 PICTURE = PICTURES / "a_big_red_circle.png"
 HELP = [
     (
         "m1",
-        """prompt chat trace trace-file model device dtype max-model-len threads max-tokens temperature top-k top-p
-        min-p presence-penalty frequency-penalty repetition-penalty stop seed""",
+        """prompt chat trace trace-file chrome-trace model device dtype max-model-len threads max-tokens temperature
+        top-k top-p min-p presence-penalty frequency-penalty repetition-penalty stop seed""",
         "four requests on the checkpoint that ships",
     ),
     ("m2", "max-num-seqs max-num-batched-tokens num-prompts", "Number of requests in the comparison. Default: 24."),
@@ -100,6 +102,15 @@ def test_a_prompt_is_answered_as_in_m1(milestone: str, capsys: pytest.CaptureFix
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("milestone", ["m1", "m2", "m3", "m4", "m5", "m6"])
+def test_every_demo_writes_a_trace_for_perfetto(milestone: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    flags = ["--prompt", "What is prefill?", *"--trace off --max-tokens 3 --chrome-trace".split(), str(path)]
+    assert demo_of(milestone).main(flags) == 0
+    assert {"request_added", "finish"} <= {entry["name"] for entry in chrome_entries(path)}
+    assert [label for _, _, label in chrome_bars(path)] == ["prefill", "decode", "decode"]
+
+
 WRONG = [
     ("m1", "--max-tokens 0", "max_tokens=0"),
     ("m1", "--device toaster", "device='toaster'"),
@@ -107,6 +118,7 @@ WRONG = [
     ("m1", "--prompt a --max-model-len 9000", "9000"),
     ("m1", "--stop ", "stop="),
     ("m1 m2 m3 m4", "--trace-file /nowhere/at/all/trace.jsonl", "/nowhere/at/all/trace.jsonl"),
+    ("m1 m4", "--chrome-trace /nowhere/at/all/trace.json", "/nowhere/at/all/trace.json"),
     ("m1 m4 m6", "--model /nowhere/at/all", "/nowhere/at/all does not exist"),
     ("m2 m3 m4 m6", "--num-prompts 0", "num_prompts=0"),
     ("m2 m3 m4 m5 m6", "--max-num-batched-tokens 2", "max_num_batched_tokens=2 is less than max_num_seqs="),

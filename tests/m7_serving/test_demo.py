@@ -3,6 +3,7 @@
 import asyncio
 import io
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from m6_multimodal_pd import LLMEngine, SamplingParams
 from m7_serving import demo, demo_tour
 from tests.support.demos import words
+from tests.support.traces import chrome_entries
 
 IN_PROCESS = "--both 1 --transport in_process --threads 1".split()
 QUESTION = "What is a KV cache?"
@@ -53,7 +55,7 @@ def test_the_tour_has_six_parts_and_tells_what_happened(capsys: pytest.CaptureFi
     assert "abort" in third and err == ""
 
 
-def test_the_flags_of_a_request_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flags_of_a_request_reach_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {
         "max_tokens": 20,
         "temperature": 1.5,
@@ -67,10 +69,12 @@ def test_the_flags_of_a_request_reach_the_engine(capsys: pytest.CaptureFixture[s
         "seed": 7,
     }
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if name != "stop"]
-    assert demo.main([*IN_PROCESS, "--prompt", QUESTION, "--trace", "off", "--stop", "zz", *flags]) == 0
+    trace = ["--trace", "off", "--chrome-trace", str(tmp_path / "trace.json")]
+    assert demo.main([*IN_PROCESS, "--prompt", QUESTION, *trace, "--stop", "zz", *flags]) == 0
     with LLMEngine() as engine:
         output = engine.generate([{"role": "user", "content": QUESTION}], SamplingParams(**given))
     assert capsys.readouterr().out == f"{output.outputs[0].text}\n"
+    assert {"request_routed", "finish"} <= {entry["name"] for entry in chrome_entries(tmp_path / "trace.json")}
 
 
 @pytest.mark.parametrize(
