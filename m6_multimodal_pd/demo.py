@@ -70,6 +70,9 @@ FLAGS: m1.Flags = {
     "engines that share the work": (DisaggregationConfig, "prefill decode devices transport"),
 }
 
+CLASSES = {"model": ModelConfig, "scheduler": SchedulerConfig, "cache": CacheConfig, "multimodal": MultimodalConfig}
+"""Configuration classes of an engine that have flags, besides that of drafts, by their fields in `EngineConfig`."""
+
 
 def make_parser() -> argparse.ArgumentParser:
     """Return a parser of all flags."""
@@ -100,8 +103,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 def configs_of(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Return the configurations of the flags, as keywords of an engine. A tour drafts with n-grams, or as requested."""
-    classes = {"model": ModelConfig, "scheduler": SchedulerConfig, "cache": CacheConfig, "multimodal": MultimodalConfig}
-    configs = m1.configs_of(args, console, **classes) | {"speculative_config": m5.speculative_configs(args)[0]}
+    configs = m1.configs_of(args, console, **CLASSES) | {"speculative_config": m5.speculative_configs(args)[0]}
     if m1.is_tour(args):
         configs["cache_config"] = with_room(configs["cache_config"], max_total_tokens=ROOM)
     return configs

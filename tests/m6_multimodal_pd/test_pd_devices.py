@@ -113,9 +113,7 @@ def test_processes_are_ordered_onto_their_devices(monkeypatch: pytest.MonkeyPatc
     assert found == {"prefill-0": "cpu:1", "decode-0": "cpu:0", "decode-1": "cpu:2", "decode-1_1": "cpu:2"}
 
 
-def test_an_engine_that_is_started_by_hand_is_told_of_the_group(
-    keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_is_started_by_hand_is_told_of_the_group(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orders = []
 
     class Started:
@@ -131,10 +129,6 @@ def test_an_engine_that_is_started_by_hand_is_told_of_the_group(
     assert pd.main(["decode", *flags]) == 0
     (order,) = orders
     assert (order["disaggregation"]["decode"], order["disaggregation"]["devices"]) == (2, "cpu,cpu,cpu")
-    assert pd.main(["decode", *flags, "--transport", "shared_memory"]) == 2
-    assert "transport='shared_memory' has no effect" in capsys.readouterr().err
-    assert pd.main(["router", "--listen", "tcp://127.0.0.1:*", *flags[2:]]) == 2
-    assert "devices has no effect" in capsys.readouterr().err
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
