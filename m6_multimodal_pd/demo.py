@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from m1_single_request import demo as m1
 from m1_single_request.errors import ConfigError, EngineError
@@ -27,13 +29,20 @@ from m3_paged_attention.demo_tour import with_room
 from m4_radix_cache import demo as m4
 from m5_chunked_prefill_spec import demo as m5
 from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams
-from m6_multimodal_pd.config import MultimodalConfig, SchedulerConfig
+from m6_multimodal_pd.config import DEFAULT_MODEL, MultimodalConfig, SchedulerConfig
 from m6_multimodal_pd.demo_terminal import loaded, shown
 from m6_multimodal_pd.demo_tour import MOST_COLUMNS, Tour, options_for, starting
 from m6_multimodal_pd.multimodal.decode_video import Frames
 
 ROOM = 32_768
 """Tokens of KV memory in the tour."""
+LARGEST_SEEN, PLAIN = 128, 0.5
+"""Pixels of the longer side of the largest scenes on which the model that ships was trained; and a share of pixels that
+their background, which has one colour, exceeds."""
+NOTE = (
+    "Note: tiny-qwen3-vl was trained on drawn scenes of at most 128 x 128 pixels, a few shapes on a background of one "
+    "colour. It answers nonsense about other pictures, such as photographs."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +163,8 @@ class Conversation(m4.Conversation):
             caption += f", {some(media.total, 'frame')}"
         self.console.print(shown(media, caption, self.console, MOST_COLUMNS))
         self.waiting.append(part)
+        if self.engine.config.model.model == DEFAULT_MODEL and is_far_from_training(media.pixels):
+            self.console.print(Text(NOTE, style="yellow"))
 
     def message(self, text: str) -> Message:
         """Return the message of a line, with the pictures that wait for it."""
@@ -175,6 +186,15 @@ class Conversation(m4.Conversation):
         super()._answer(question)
         if len(self.history) > num_messages:
             self.waiting.clear()
+
+
+def is_far_from_training(pixels: np.ndarray) -> bool:
+    """Return whether a picture or a clip is unlike the scenes on which the model that ships was trained: it is larger,
+    or no colour has half of its pixels."""
+    if max(pixels.shape[-3:-1]) > LARGEST_SEEN:
+        return True
+    colours = pixels.reshape(-1, 3).astype(np.int64) @ (2**16, 2**8, 1)
+    return bool(np.unique(colours, return_counts=True)[1].max() < PLAIN * len(colours))
 
 
 if __name__ == "__main__":

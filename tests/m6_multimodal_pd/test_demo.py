@@ -7,12 +7,14 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from rich.color import Color
 from rich.console import Console
 from rich.style import Style
@@ -20,13 +22,14 @@ from rich.style import Style
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
 from m3_paged_attention.attention import native_library
 from m6_multimodal_pd import MultimodalConfig, SamplingParams, SpeculativeConfig, TraceConfig, demo, demo_tour
-from m6_multimodal_pd.demo_terminal import HALF, contact_sheet, half_blocks, shown
-from m6_multimodal_pd.demo_tour import READ, SEEN, Tour, options_for
+from m6_multimodal_pd.demo_terminal import HALF, contact_sheet, half_blocks, loaded, shown
+from m6_multimodal_pd.demo_tour import PICTURES, READ, SEEN, Tour, options_for
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from notebooks import shapes
 from notebooks.shapes import Shape
 from tests.m6_multimodal_pd.engines import MakeEngine, setting
 from tests.support.demos import events_of, words
+from training import scenes as scenes_of_training
 
 GREY, RED, BLUE, GREEN = (200, 200, 200), (255, 0, 0), (0, 0, 255), (0, 255, 0)
 Printed = tuple[str, list[dict[str, Any]]]
@@ -309,3 +312,42 @@ def test_a_clip_is_a_sheet_of_its_first_to_last_frames() -> None:
     sheet = contact_sheet(np.stack([np.full((24, 24, 3), 10 * number, np.uint8) for number in range(1, 8)]))
     assert sheet.shape == (51, 51, 3) and sheet[25, 25].tolist() == [0] * 3
     assert [sheet[y, x, 0] for y in (0, 50) for x in (0, 50)] == [10, 30, 50, 70]
+
+
+# --- pictures that the model that ships was not trained on ------------------------------------------------------------
+
+RAMP = np.linspace(0, 255, 96).round().astype(np.uint8)
+FAR = {
+    "noise": np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8),
+    "a gradient": np.broadcast_to(RAMP[:, None, None], (96, 96, 3)),
+    "a sky, bright and without detail, above a street": np.concatenate(
+        [np.full((40, 96, 3), 255, np.uint8), np.random.default_rng(0).integers(0, 90, (56, 96, 3), dtype=np.uint8)]
+    ),
+    "a drawn scene that is large": np.full((400, 400, 3), 200, np.uint8),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_a_picture_that_is_unlike_the_scenes_of_the_training_is_found(name: str) -> None:
+    assert demo.is_far_from_training(FAR[name])
+
+
+def test_scenes_and_clips_of_the_training_and_of_the_demo_are_near_to_it() -> None:
+    rng = Random(0)
+    scenes = [scenes_of_training.random_scene(rng).pixels for _ in range(200)]
+    clips = [scenes_of_training.random_clip(rng).frames for _ in range(20)]
+    kinds = [("video" if "moves" in path.name else "image", path) for path in PICTURES.iterdir()]
+    of_the_demo = [loaded({"type": kind, kind: path}, MultimodalConfig(), path.name).pixels for kind, path in kinds]
+    assert len(of_the_demo) == 5 and not any(map(demo.is_far_from_training, [*scenes, *clips, *of_the_demo]))
+
+
+def test_a_note_beside_such_a_picture_is_for_the_model_that_ships(
+    seeing_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "noise.png"
+    Image.fromarray(FAR["noise"]).save(path)
+    flags = ["--image", str(path), "--image", str(PICTURES / SEEN[0].file), "--trace", "off", "--prompt", "What is it?"]
+    assert demo.main([*flags, "--max-tokens", "2"]) == 0
+    assert words(capsys.readouterr().out).count(words(demo.NOTE)) == 1
+    assert run_on(seeing_directory, *flags) == 0
+    assert "Note:" not in capsys.readouterr().out
