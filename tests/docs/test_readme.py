@@ -37,6 +37,13 @@ def test_the_notebooks_open_in_the_jupyter_lab_that_their_extra_brings() -> None
     assert {re.split("[<>=]", needed)[0] for needed in extras["notebooks"]} >= {"jupyterlab", "ipykernel", "nbconvert"}
 
 
+def test_the_cpu_build_of_torch_is_one_that_the_package_accepts() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    (torch,) = (each for each in needed if each.startswith("torch"))
+    assert f'pip install "{torch}" --index-url https://download.pytorch.org/whl/cpu\n' in blocks("bash")
+
+
 def test_every_link_leads_to_a_file() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)", TEXT) if "://" not in link]
+    shown = re.sub(r"<!--.*?-->", "", TEXT, flags=re.S)
+    links = [link for link in re.findall(r"\]\(([^)#]+)", shown) if "://" not in link]
     assert links and [link for link in links if not (ROOT / link).exists()] == []
