@@ -84,6 +84,9 @@ def make_parser(prog: str, doc: str | None, flags: Flags) -> argparse.ArgumentPa
     parser.add_argument(
         "--chrome-trace", metavar="OUT.json", help="Write a trace for https://ui.perfetto.dev to this file at the end."
     )
+    parser.add_argument(
+        "--player", metavar="OUT.html", help="Write a page that replays the trace to this file at the end."
+    )
     for title, (config_class, names) in flags.items():
         add_flags(parser.add_argument_group(title), config_class, names)
     return parser
@@ -124,7 +127,7 @@ def trace_of(args: argparse.Namespace, console: Console) -> TraceConfig:
     """Return the readers of the trace that the flags request."""
     level = args.trace or ("off" if args.prompt is None else "verbose")
     readers = () if level == "off" else (ConsoleReader(verbose=level == "verbose", console=console),)
-    return TraceConfig(jsonl=args.trace_file, chrome=args.chrome_trace, readers=readers)
+    return TraceConfig(jsonl=args.trace_file, chrome=args.chrome_trace, player=args.player, readers=readers)
 
 
 class Conversation:

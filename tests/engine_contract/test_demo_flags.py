@@ -1,6 +1,9 @@
 """The flags of the demos of all milestones: each has a help, and a wrong one is one clear line."""
 
+import base64
+import gzip
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +22,8 @@ PICTURE = PICTURES / "a_big_red_circle.png"
 HELP = [
     (
         "m1",
-        """prompt chat trace trace-file chrome-trace model device dtype max-model-len threads max-tokens temperature
-        top-k top-p min-p presence-penalty frequency-penalty repetition-penalty stop seed""",
+        """prompt chat trace trace-file chrome-trace player model device dtype max-model-len threads max-tokens
+        temperature top-k top-p min-p presence-penalty frequency-penalty repetition-penalty stop seed""",
         "four requests on the checkpoint that ships",
     ),
     ("m2", "max-num-seqs max-num-batched-tokens num-prompts", "Number of requests in the comparison. Default: 24."),
@@ -103,10 +106,16 @@ def test_a_prompt_is_answered_as_in_m1(milestone: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("milestone", ["m1", "m2", "m3", "m4", "m5", "m6"])
-def test_every_demo_writes_a_trace_for_perfetto(milestone: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    flags = ["--prompt", "What is prefill?", *"--trace off --max-tokens 3 --chrome-trace".split(), str(path)]
+def test_every_demo_writes_a_trace_for_perfetto_and_a_page(milestone: str, tmp_path: Path) -> None:
+    path, page = tmp_path / "trace.json", tmp_path / "run.html"
+    files = ["--chrome-trace", str(path), "--player", str(page)]
+    flags = ["--prompt", "What is prefill?", *"--trace off --max-tokens 3".split(), *files]
     assert demo_of(milestone).main(flags) == 0
+    packed = re.findall(r'"packed": "([^"]+)"', page.read_text(encoding="utf-8"))
+    lines = [json.loads(line) for line in gzip.decompress(base64.b64decode(*packed)).decode().splitlines()]
+    assert [line["sentence"] for line in lines if line["event"] == "finish"] == [
+        "req-0 ends after 3 output tokens (length): max_tokens = 3 is reached."
+    ]
     assert {"request_added", "finish"} <= {entry["name"] for entry in chrome_entries(path)}
     assert [label for _, _, label in chrome_bars(path)] == ["prefill", "decode", "decode"]
 
@@ -118,6 +127,7 @@ WRONG = [
     ("m1", "--prompt a --max-model-len 9000", "9000"),
     ("m1", "--stop ", "stop="),
     ("m1 m2 m3 m4", "--trace-file /nowhere/at/all/trace.jsonl", "/nowhere/at/all/trace.jsonl"),
+    ("m1 m4", "--player /nowhere/at/all/run.html", "/nowhere/at/all/run.html"),
     ("m1 m4", "--chrome-trace /nowhere/at/all/trace.json", "/nowhere/at/all/trace.json"),
     ("m1 m4 m6", "--model /nowhere/at/all", "/nowhere/at/all does not exist"),
     ("m2 m3 m4 m6", "--num-prompts 0", "num_prompts=0"),

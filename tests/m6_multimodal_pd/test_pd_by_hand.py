@@ -95,7 +95,7 @@ def test_what_cannot_be_is_one_clear_line(
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("decode", "prompt chat n trace trace-file chrome-trace image video temperature pd transport"),
+        ("decode", "prompt chat n trace trace-file chrome-trace player image video temperature pd transport"),
         ("router", "pd transport devices"),
     ],
 )
