@@ -157,6 +157,7 @@ class PlayerReader:
 
 
 ENGINE = ("engine", False)  # its lane; a request may have its name
+PROCESS = 1  # also the number of the engine's lane: Perfetto takes it for the main thread, and puts lane 0 into it
 
 
 class ChromeTraceReader:
@@ -169,7 +170,7 @@ class ChromeTraceReader:
     def __init__(self, path: str | Path) -> None:
         self._file = open_for_writing(path)
         self._events: list[dict[str, Any]] = []
-        self._lanes: dict[tuple[str, bool], int] = {ENGINE: 0}  # name, and whether it is a request's -> lane
+        self._lanes: dict[tuple[str, bool], int] = {ENGINE: PROCESS}  # name, and whether it is a request's -> lane
         self._bars = OpenSteps[list[tuple[str, str]]](list)  # request ids with labels
         self._begun = OpenSteps[float](float)  # begin of a bar on another lane, in microseconds
         self._free = defaultdict[str, float](float)  # end of the last bar of such a lane, which has one at a time
@@ -189,7 +190,7 @@ class ChromeTraceReader:
             self._free[name] = begin + abs(duration)
             self._draw((name, False), f"step {step}", step, begin, abs(duration))
         for name, value in event.counters().items():
-            self._add(ENGINE, ph="C", name=name, ts=now, args={name: value})
+            self._add(ENGINE, ph="C", name=name, ts=now, args={"": value})
         if event.ends_step:
             self._draw_step(step, event.phases())
         else:
@@ -199,7 +200,7 @@ class ChromeTraceReader:
     def close(self) -> None:
         """Write the JSON document and close the file."""
         names = [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
+            {"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": tid, "args": {"name": name}}
             for (name, _), tid in self._lanes.items()
         ]
         json.dump({"traceEvents": names + self._events, "displayTimeUnit": "ms"}, self._file)
@@ -219,7 +220,7 @@ class ChromeTraceReader:
         self._add(lane, ph="X", name=name, ts=begin, dur=duration, args={"step": step})
 
     def _add(self, lane: tuple[str, bool], **entry: Any) -> None:
-        self._events.append(entry | {"pid": 1, "tid": self._lanes.setdefault(lane, len(self._lanes))})
+        self._events.append(entry | {"pid": PROCESS, "tid": self._lanes.setdefault(lane, PROCESS + len(self._lanes))})
 
 
 def open_for_writing(path: str | Path) -> Any:

@@ -22,7 +22,7 @@ class Noticed(Event):
     rid: str = "a"
     number: Any = 3
     is_last: bool = True
-    pages: tuple[int, ...] = (1, 2)
+    pages: tuple[Any, ...] = (1, 2)
     share: float = 0.5
     num_bytes: int = volatile()
 
@@ -39,9 +39,9 @@ TOO_LARGE = (2**62, -(2**62), "x" * 65, None, 1.5)
 
 
 @pytest.mark.parametrize("value", [*LARGEST, *TOO_LARGE])
-def test_numbers_and_short_words_that_a_message_may_hold_go_by_name_and_nothing_else(value: Any) -> None:
-    facts = (("rid", "a"), ("number", value)) if value in LARGEST else (("rid", "a"),)
-    assert facts_of(Noticed(number=value, num_bytes=7)) == facts
+def test_numbers_and_short_words_that_a_message_may_hold_go_by_name_alone_and_in_tuples(value: Any) -> None:
+    facts = (("rid", "a"), ("number", value), ("pages", (1, value))) if value in LARGEST else (("rid", "a"),)
+    assert facts_of(Noticed(number=value, pages=(1, value), num_bytes=7)) == facts
 
 
 def test_a_step_is_told_in_one_message_in_order() -> None:
@@ -80,7 +80,7 @@ def test_words_that_no_message_holds_are_left_out_and_the_engine_goes_on() -> No
 
 
 def told(number: int) -> ReportedEvent:
-    return ReportedEvent("noticed", ("a",), f"a has {number}.", (("rid", "a"), ("number", number)))
+    return ReportedEvent("noticed", ("a",), f"a has {number}.", (("rid", "a"), ("number", number), ("pages", (1, 2))))
 
 
 def test_the_events_that_led_to_a_message_are_sent_before_it(seeing_directory: Path) -> None:

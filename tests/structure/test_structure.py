@@ -68,7 +68,9 @@ def test_the_import_contracts_cover_every_milestone() -> None:
     upward, checkout = linter["contracts"]
     assert sorted(linter["root_packages"]) == [*MILESTONES, "stepwise_player"]
     assert sorted(checkout["source_modules"]) == [*MILESTONES, "stepwise_player"]
-    assert {*MILESTONES, "stepwise_player"} <= {name for layer in upward["layers"] for name in re.findall(r"\w+", layer)}
+    assert {*MILESTONES, "stepwise_player"} <= {
+        name for layer in upward["layers"] for name in re.findall(r"\w+", layer)
+    }
 
 
 def test_mypy_checks_every_milestone() -> None:

@@ -32,7 +32,11 @@ def chrome_bars(path: Path) -> list[tuple[str, int, str]]:
     """The bars of a Chrome trace: the request, the step and what the request did in it."""
     entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     lanes = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
-    return sorted((lanes[e["tid"]], e["args"]["step"], e["name"]) for e in entries if e["ph"] == "X" and e["tid"] != 0)
+    return sorted(
+        (lanes[e["tid"]], e["args"]["step"], e["name"])
+        for e in entries
+        if e["ph"] == "X" and lanes[e["tid"]] != "engine"
+    )
 
 
 def chrome_entries(path: Path) -> list[dict[str, Any]]:
