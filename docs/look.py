@@ -37,8 +37,12 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
         content = notebook(content)
     elif source == "rosetta.md":
         content = f'<div class="sticky-names">{whole_names(content)}</div>'
-    elif source == "api/events.md":
-        content = with_examples(content)
+    elif source.startswith("api/"):
+        content = reference(with_examples(content) if source == "api/events.md" else content)
+        if source != "api/face.md":  # elsewhere, hundreds of fields and methods
+            for module in (module for title in page.toc for module in title.children):
+                for part in module.children:
+                    part.children = []
     return PICTURE.sub(in_both_schemes, content)
 
 
@@ -75,6 +79,14 @@ def whole_names(content: str) -> str:
     return re.sub(
         r"<code>[^<]*</code>", lambda name: re.sub(r"(?<=\w)([./])(?=\w)(?!py\b)", r"\1<wbr>", name[0]), content
     )
+
+
+def reference(content: str) -> str:
+    """Return mkdocstrings' page without empty lines, and signatures without anchors of lines and marks of names."""
+    content = re.sub(r'<a id="__codelineno-0-[^>]*></a>', "", content)
+    content = re.sub(r'<span class="[nw]">([^<]*)</span>', r"\1", content)
+    parts = re.split(r"(<pre.*?</pre>)", content, flags=re.DOTALL)
+    return "".join(part if part.startswith("<pre") else re.sub(r"\s*\n\s*", "\n", part) for part in parts)
 
 
 def with_examples(content: str) -> str:

@@ -31,9 +31,14 @@ def</span><span style="color: #F8F8F2"> </span>f
 """
 
 
-def shown(content: str, source: str) -> str:
+def shown(content: str, source: str, *toc: SimpleNamespace) -> str:
     """A page after the hook."""
-    return on_page_content(content, SimpleNamespace(file=SimpleNamespace(src_uri=source)))
+    return on_page_content(content, SimpleNamespace(file=SimpleNamespace(src_uri=source), toc=toc))
+
+
+def entry(*children: SimpleNamespace) -> SimpleNamespace:
+    """An entry of a table of contents."""
+    return SimpleNamespace(children=list(children))
 
 
 def test_a_picture_is_shown_in_the_scheme_of_the_page() -> None:
@@ -63,6 +68,19 @@ def test_a_notebook_keeps_its_cells_and_outputs_and_no_style_of_jupyter() -> Non
 def test_names_in_the_tables_of_rosetta_break_behind_dots_only() -> None:
     page = shown("<td><code>Scheduler.add_request</code>, <code>fetch.py</code> and v0.5</td>", "rosetta.md")
     assert "<code>Scheduler.<wbr>add_request</code>, <code>fetch.py</code> and v0.5" in page
+
+
+def test_the_reference_has_no_empty_lines_and_no_anchors_of_lines_in_signatures() -> None:
+    signature = '<a id="__codelineno-0-2" name="__codelineno-0-2" href="#x"></a>    <span class="n">config</span>\n\n'
+    page = shown(f"<div>\n\n\n  <pre><code>{signature}</code></pre>\n\n</div>", "api/parts.md")
+    assert page == "<div>\n<pre><code>    config\n\n</code></pre>\n</div>"
+
+
+@pytest.mark.parametrize(("page", "methods"), [("api/parts.md", 0), ("api/face.md", 1)])
+def test_contents_of_the_reference_end_with_classes_but_on_the_page_of_the_face(page: str, methods: int) -> None:
+    of_class = entry(entry())
+    shown("", page, entry(entry(of_class)))
+    assert len(of_class.children) == methods
 
 
 @pytest.mark.parametrize("milestone", MILESTONES)
