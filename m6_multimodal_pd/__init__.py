@@ -9,6 +9,7 @@ with the same image. Everything of m1 to m5 works on prompts with and without im
 
     from m6_multimodal_pd import LLMEngine, MultimodalConfig, SamplingParams
 
+    engine = LLMEngine()
     engine.chat([{"role": "user", "content": [{"type": "image", "image": "photo.png"},
                                               {"type": "text", "text": "Describe the picture."}]}])
 

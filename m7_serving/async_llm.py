@@ -1,5 +1,7 @@
 """The engine on asyncio: many callers, none of which waits for another.
 
+    from m7_serving import AsyncLLM, SamplingParams
+
     async with await AsyncLLM.start() as llm:
         async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
             print(output.text)
