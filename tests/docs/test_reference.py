@@ -1,4 +1,4 @@
-"""docs/api: every module of m6 and m7 has a section, in one place; the example of the public face runs."""
+"""docs/api: every module of m6 and m7 has a section, in one place."""
 
 import re
 from pathlib import Path
@@ -19,10 +19,6 @@ MODULES = [
     for path in sorted((ROOT / package).rglob("*.py"))
     if path.name not in ("__init__.py", "__main__.py") and not path.name.startswith("demo")
 ]
-EXAMPLES = [
-    pytest.param(code, marks=pytest.mark.exhaustive if "DisaggregationConfig(" in code else (), id=code.splitlines()[0])
-    for code in re.findall(r"^```python\n(.*?)^```$", (API / "face.md").read_text(encoding="utf-8"), re.M | re.S)
-]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -33,11 +29,3 @@ def test_every_module_has_one_section(module: str) -> None:
 
 def test_no_section_is_about_a_module_that_is_gone() -> None:
     assert [name for _, name in QUOTED if name not in MODULES and name.rpartition(".")[0] not in MODULES] == []
-
-
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_the_example_of_the_public_face_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(code, "face.md", "exec"), {"__name__": "face"})
-    if "engine.chat" in code:
-        expected = "red circle" if "picture" in code else "keys and values"
-        assert expected in capsys.readouterr().out
