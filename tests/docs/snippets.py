@@ -31,8 +31,8 @@ class Snippet(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its page and its first line, without a comment: the key of the lists in `test_snippets.py`."""
-        return f"{self.page}: {re.sub(' +#.*', '', self.code.partition(chr(10))[0])}"
+        """Its page and its first line: the key of the lists in `test_snippets.py`."""
+        return f"{self.page}: {self.code.splitlines()[0]}"
 
 
 def fenced(page: str, text: str, *languages: str) -> Iterator[Snippet]:
@@ -54,8 +54,8 @@ def commands(page: str, text: str) -> Iterator[Snippet]:
 
 
 def connected(page: str, line: int, code: str) -> Iterator[Snippet]:
-    """Yield the commands between `&&`, each in one line."""
-    for command in re.sub(r"\\?\s*\n\s*", " ", code).split(" && "):
+    """Yield the commands between `&&`, each in one line and without a comment."""
+    for command in re.sub(r"\s+# .*|\s*\\?\n\s*", " ", code).strip().split(" && "):
         yield Snippet(page, line, command)
 
 
