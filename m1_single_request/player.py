@@ -1,7 +1,7 @@
 """A page that replays trace files: `python -m m1_single_request.player TRACE.jsonl -o run.html`.
 
 Two files are shown side by side: the same requests with a cache and without, for example. The page is one file, and
-needs neither a server nor a network. `--trace-file` of a demo writes a trace, of any milestone.
+needs neither a server nor a network. `--trace-file` of a demo writes a trace, of any milestone. Files may be gzipped.
 """
 
 import argparse

@@ -18,6 +18,7 @@ STATIC = Path(__file__).parent / "static"
 MODULES = ("requests", "state", "trace", "dom", "lanes", "step", "pages", "tree", "panel", "player", "load")
 """Each one after those that it imports."""
 IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.M)
+GZIP = b"\x1f\x8b"
 EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.M)
 TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -59,15 +60,20 @@ def _as_function(name: str, text: str) -> str:
 
 
 def page(runs: Sequence[tuple[str, bytes]]) -> str:
-    """Return a page that shows one run, or two side by side: the name and the trace (JSONL) of each."""
-    packed = [{"name": name, "packed": base64.b64encode(gzip.compress(data)).decode()} for name, data in runs]
+    """Return a page that shows one run, or two side by side: the name and the trace of each (JSONL, may be gzipped)."""
     return TEMPLATE.format(
         title=html.escape(" and ".join(name for name, _ in runs)),
         style=(STATIC / "player.css").read_text(encoding="utf-8"),
         script=bundle(),
-        runs=_in_script(packed),
+        runs=_in_script([packed(name, data) for name, data in runs]),
         links=_in_script(sources()),
     )
+
+
+def packed(name: str, data: bytes) -> dict[str, str]:
+    """Return a run as the player's modules take it: gzipped, in base64."""
+    data = data if data.startswith(GZIP) else gzip.compress(data)
+    return {"name": name, "packed": base64.b64encode(data).decode()}
 
 
 def _in_script(value: object) -> str:

@@ -1,14 +1,12 @@
 """The player in a notebook: `Player("trace.jsonl")`, or two traces side by side. Needs `anywidget`."""
 
-import base64
-import gzip
 from pathlib import Path
 from typing import Any
 
 import anywidget
 import traitlets
 
-from stepwise_player.page import STATIC, bundle
+from stepwise_player.page import STATIC, bundle, packed
 from stepwise_player.sources import sources
 
 RENDER = """
@@ -35,6 +33,5 @@ class Player(anywidget.AnyWidget):
     links: Any = traitlets.Dict().tag(sync=True)
 
     def __init__(self, *traces: str | Path, **options: Any) -> None:
-        packed = [base64.b64encode(gzip.compress(Path(trace).read_bytes())).decode() for trace in traces]
-        runs = [{"name": Path(trace).stem, "packed": text} for trace, text in zip(traces, packed, strict=True)]
+        runs = [packed(Path(trace).stem, Path(trace).read_bytes()) for trace in traces]
         super().__init__(runs=runs, links=sources(), **options)

@@ -30,7 +30,7 @@ def test_jupyter_lab_comes_with_the_extra_of_the_notebooks() -> None:
 def test_the_cpu_build_of_torch_is_one_that_the_package_accepts() -> None:
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     (torch,) = (each for each in needed if each.startswith("torch"))
-    assert f'pip install "{torch}" --index-url https://download.pytorch.org/whl/cpu\n' in blocks("bash")
+    assert f'pip install "{torch}" --index-url https://download.pytorch.org/whl/cpu' in TEXT.splitlines()
 
 
 def test_every_link_leads_to_a_file() -> None:
