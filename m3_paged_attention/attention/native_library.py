@@ -187,7 +187,7 @@ def _version(compiler: str) -> bytes:
         done = subprocess.run([compiler, "--version"], capture_output=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{compiler} cannot be run ({error})") from error
-    return compiler.encode() + done.stdout
+    return os.fsencode(compiler) + done.stdout
 
 
 def _processor() -> bytes:

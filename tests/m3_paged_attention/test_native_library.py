@@ -138,7 +138,7 @@ def test_whatever_the_result_depends_on_is_in_its_name(
     elif changed == "processor":
         monkeypatch.setattr(platform, "machine", lambda: "z80")
     else:
-        other = compiler.path.rename(tmp_path / "other")
+        other = compiler.path.rename(tmp_path / os.fsdecode(b"other\xff"))  # a name that is not UTF-8
         monkeypatch.setenv("CXX", str(other))
     native_library.load()
     assert len(compiler.calls) == 2
