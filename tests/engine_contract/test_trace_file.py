@@ -35,8 +35,10 @@ def events(event_class: type[Event]) -> Iterator[Event]:
 
 
 @pytest.mark.parametrize("milestone", MILESTONES)
-def test_every_event_is_read_as_it_was_written(milestone: str, tmp_path: Path) -> None:
+def test_every_event_is_read_as_it_was_written(milestone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classes = [each for kind, each in event_classes(milestone).items() if each is not Event]
+    for each in classes:
+        monkeypatch.setattr(each, "explain", lambda event: "these values make no sense")
     assert len(classes) > 10 and any(each.__module__.startswith(milestone) for each in classes)
     written = [TraceRecord(i, 0.5, event) for each in classes for i, event in enumerate(events(each))]
     writer = JsonlReader(tmp_path / "trace.jsonl")

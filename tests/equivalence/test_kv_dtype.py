@@ -1,4 +1,4 @@
-"""With KV in one format, every milestone and every way of running it gives the same greedy tokens.
+"""With KV in one format, every milestone and every way of running it gives these requests the same greedy tokens.
 
 Between formats tokens may differ; `tests/m3_paged_attention/test_kv_dtype.py` bounds the logits.
 """
