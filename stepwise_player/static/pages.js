@@ -29,9 +29,10 @@ export class PagesView {
   /** @param {number} page */
   titleOf(page) {
     const holders = this.held.get(page);
-    if (!holders) return `page ${page}: free`;
+    const noun = this.shown?.[0].hasSlots ? "slot" : "page";
+    if (!holders) return `${noun} ${page}: free`;
     const names = [...(holders.node === null ? [] : [`node ${holders.node} of the cache`]), ...holders.requests];
-    return `page ${page}: ${names.join(", ")}`;
+    return `${noun} ${page}: ${names.join(", ")}`;
   }
 
   /** @param {State} state @param {Related|null} related */
@@ -39,7 +40,8 @@ export class PagesView {
     this.shown = [state, related];
     const width = this.box.clientWidth;
     if (!width) return;
-    const held = this.held = state.holders(), count = 1 + Math.max(state.numPages, ...held.keys());
+    const held = this.held = state.holders(), first = state.hasSlots ? 0 : 1; // page 0 is never handed out
+    const count = Math.max(state.numPages + first, ...[...held.keys()].map(page => page + 1));
     this.size = Math.min(LARGEST, Math.max(SMALLEST, Math.floor(Math.sqrt(width * TALLEST / count))));
     this.columns = Math.max(1, Math.floor(width / this.size));
     const colour = colours(this.box), gap = this.size > 6 ? 2 : 1, side = this.size - gap;
@@ -54,7 +56,7 @@ export class PagesView {
       if (!holders) pen.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
       if (holders && holders.requests.length > 1 && side > 4) { pen.fillStyle = colour.back; pen.fillRect(x + side / 2 - 2, y + side / 2 - 2, 4, 4); }
     }
-    this.canvas.setAttribute("aria-label", `${held.size} of ${state.numPages} pages are in use`);
+    this.canvas.setAttribute("aria-label", `${held.size} of ${state.numPages} ${state.hasSlots ? "slots" : "pages"} are in use`);
   }
 
   close() { this.resized.disconnect(); }

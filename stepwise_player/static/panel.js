@@ -42,7 +42,8 @@ export class Panel {
     const order = new Map([...this.trace.requests.keys()].map((id, i) => [id, i]));
     const box = (/** @type {string} */ title, /** @type {string} */ name) => {
       const view = make("div", {class: `view ${name}`});
-      return {view, section: make("section", {}, make("h4", {}, title), view)};
+      const heading = make("h4", {}, title);
+      return {view, heading, section: make("section", {}, heading, view)};
     };
     const budget = box(engine ? `${engine}: step` : "This step", "budget"), memory = box("KV memory, tokens", "memory");
     const pages = box("Pages", "pages"), tree = box("Radix tree", "tree");
@@ -84,6 +85,7 @@ export class Panel {
       if (!memory.section.hidden) drawMemory(memory.view, state);
       pages.section.hidden = !state.numPages;
       if (!pages.section.hidden) view.show(state, related);
+      pages.heading.textContent = state.hasSlots ? "Slots" : "Pages";
       tree.section.hidden = !state.nodes.size;
       if (!tree.section.hidden) drawTree(tree.view, state, own.step, related, node => this.select({kind: "node", id: String(node), engine}));
     }

@@ -18,6 +18,7 @@ export class State {
     /** @type {Batch[]} */
     this.batches = [];
     this.numPages = 0; this.pageSize = 1;
+    this.hasSlots = false; // m2: a slot for each running request, and no pages
     /** Tokens by use, where there are no pages. @type {Record<string, number>} */
     this.memory = {};
     /** Pages of the requests, in the order of their tokens. @type {Map<string, Table>} */
@@ -71,7 +72,7 @@ export class State {
 
   /** The tokens of the KV memory by use. @returns {Record<string, number>} */
   memoryByUse() {
-    if (!this.numPages) return this.memory;
+    if (!this.numPages || this.hasSlots) return this.memory;
     const sizes = {protected: 0, owned: 0, evictable: 0, free: 0};
     for (const {locked, tokens} of this.nodes.values()) sizes[locked > 0 ? "protected" : "evictable"] += tokens;
     for (const {node} of this.holders().values()) if (node === null) sizes.owned += this.pageSize;
@@ -119,6 +120,9 @@ const HANDLERS = {
   admit(s, e) {
     s.totals.cached += e.prefix ?? 0;
     if (e.node) s.attach(e.rid, e.node);
+    if (!e.block_ids) return;
+    s.hasSlots = true; s.numPages = e.max_num_seqs;
+    s.put(e.rid, 0, e.block_ids);
   },
   batch(s, e) {
     const parts = e.rids.map((/** @type {string} */ id, /** @type {number} */ i) => (
