@@ -131,7 +131,9 @@ def pictures(path: Path) -> None:
 
 def m7(path: Path) -> None:
     """Four clients, one of which leaves in the middle of its answer."""
-    from m7_serving import AsyncLLM, SamplingParams, TraceConfig
+    from m7_serving import AsyncLLM, CacheConfig, SamplingParams, TraceConfig
+
+    configs = {"cache_config": CacheConfig(max_total_tokens=512, page_size=8), "trace_config": TraceConfig(jsonl=path)}
 
     async def client(llm: AsyncLLM, arrival: Arrival) -> None:
         _, rid, text, max_tokens = arrival
@@ -144,7 +146,7 @@ def m7(path: Path) -> None:
                     return
 
     async def serve() -> None:
-        async with await AsyncLLM.start(trace_config=TraceConfig(jsonl=path)) as llm:
+        async with await AsyncLLM.start(**configs) as llm:
             await asyncio.gather(*(client(llm, arrival) for arrival in BURST[:4]))
 
     asyncio.run(serve())
