@@ -47,9 +47,9 @@ try {{
 
 
 def bundle() -> str:
-    """Return all modules as one script, each in a function of its own, and what `player.js` and `load.js` export."""
+    """Return all modules as one script, each in a function of its own, and the functions that a page needs of them."""
     texts = [_as_function(name, (STATIC / f"{name}.js").read_text(encoding="utf-8")) for name in MODULES]
-    return "\n".join([*texts, "const {mount} = in_player, {embed, accept, fail, unpacked} = in_load;"])
+    return "\n".join([*texts, "const {mount} = in_player, {fail, unpacked} = in_load;"])
 
 
 def _as_function(name: str, text: str) -> str:

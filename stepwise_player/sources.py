@@ -1,4 +1,4 @@
-"""Where in the code events come from: the calls of `emit`, found in the syntax trees of the milestones' packages.
+"""Places in the code that emit events: the calls of `emit`, found in the syntax trees of the milestones' packages.
 
 A call names a class of events or one of its factories (`Admit.of`), or something that is named after one:
 `batch_event`, `sampled_row`. An event that no call names leads to its class.
@@ -64,7 +64,7 @@ def _named(node: ast.expr, names: dict[str, str]) -> Iterator[str]:
 
 
 def _kind_of(name: str) -> str:
-    """Return the kind of a class of events, as a trace has it."""
+    """Return the kind of a class of events, as `Event.kind_name` does."""
     return WORD_BREAK.sub("_", name).lower()
 
 

@@ -91,13 +91,13 @@ export class Panel {
     }
     this.lanes.show(place, requests, byTime);
     this.totals.textContent = totalsOf(states, trace, place);
-    this.tell();
-    this.write(requests);
+    this.showSentences();
+    this.showTexts(requests);
   }
 
   /** The events of the step as sentences; with a selection, its whole history. */
-  tell() {
-    const {trace, place, selection, history} = this, {end, engine} = trace.places[place];
+  showSentences() {
+    const {trace, place, selection, history} = this, {end} = trace.places[place];
     const indices = history ?? trace.places[place].events;
     this.selected.hidden = !selection;
     this.heading.textContent = selection ? `All that happens to ${nameOf(selection)}` : "What happens";
@@ -112,7 +112,6 @@ export class Panel {
     if (history) this.sentences.children[Math.max(0, now - first)]?.scrollIntoView?.({block: "nearest"});
     const left = indices.length - MOST_LINES;
     if (left > 0) this.sentences.append(make("li", {class: "later"}, `${plural(left, "event")} more`));
-    return engine;
   }
 
   /** A line for each event; of many of one kind in a row, the others unfold below the first. @param {number[]} indices @param {number} end */
@@ -149,7 +148,7 @@ export class Panel {
   }
 
   /** The texts so far. @param {Set<string>|null} requests */
-  write(requests) {
+  showTexts(requests) {
     const shown = this.lanes.requests.filter(request => request.textAt(this.place) && (requests?.has(request.id) ?? true));
     this.texts.replaceChildren(...shown.slice(0, MOST_TEXTS).map(request => make("p", {}, make("b", {}, request.id), " ", request.textAt(this.place))));
     if (shown.length > MOST_TEXTS) this.texts.append(make("p", {}, `${plural(shown.length - MOST_TEXTS, "request")} more`));

@@ -30,7 +30,7 @@ export class State {
     /** Tokens of the prompts. @type {Map<string, number>} */
     this.lengths = new Map();
     /** Totals since the start. */
-    this.totals = {computed: 0, cached: 0, answered: 0, finished: 0, steps: 0, guesses: 0, accepted: 0};
+    this.totals = {computed: 0, cached: 0, guesses: 0, accepted: 0};
   }
 
   copy() {
@@ -140,9 +140,7 @@ const HANDLERS = {
     s.batches = s.batches.map(one => one.step === e.step ? {...one, guesses: new Map(one.guesses).set(e.rid, [e.accepted, e.drafted.length])} : one);
     s.totals.guesses += e.drafted.length; s.totals.accepted += e.accepted;
   },
-  result(s, e) { s.totals.answered += e.tokens?.length ?? 0; },
-  step_done(s) { s.totals.steps += 1; },
-  finish(s, e) { s.totals.finished += 1; s.drop(e.rid); },
+  finish: (s, e) => s.drop(e.rid),
   abort: (s, e) => { if (e.state !== "running") s.drop(e.rid); },
   // m1 to m3
   blocks_allocated: (s, e) => s.put(e.owner, s.tables.get(e.owner)?.length ?? 0, e.block_ids),

@@ -14,6 +14,7 @@ from stepwise_player.page import STATIC
 pytestmark = pytest.mark.browser
 MORE = pytest.mark.exhaustive
 TESTS = Path(__file__).parents[1]
+TRACES = TESTS.parent / "docs" / "assets" / "traces"
 GOLDEN = {path.parts[-3][:2]: path for path in sorted(TESTS.glob("m*/golden/*.jsonl"))}
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
@@ -351,6 +352,22 @@ def test_a_page_of_the_site_loads_its_trace_and_follows_its_colours(site: Any) -
     site.evaluate("document.body.dataset.mdColorScheme = 'default'")
     site.wait_for_selector(".stepwise-player[data-scheme=light]")
     assert "gone.jsonl.gz: 404" in site.get_by_role("alert").first.inner_text()
+
+
+@MORE
+def test_the_milestone_of_a_trace_is_found_by_its_events(site: Any) -> None:
+    """Links to the code and to the pages of a step depend on it. A trace of m7 has the events of m6 alone."""
+    recorded = {path: path.name[:2].replace("m7", "m6") for path in TRACES.glob("m*.jsonl.gz")}
+    texts = {path: gzip.decompress(path.read_bytes()).decode() for path in recorded}
+    texts |= {path: path.read_text(encoding="utf-8") for path in GOLDEN.values()}
+    expected = recorded | {path: milestone for milestone, path in GOLDEN.items()}
+    assert {path: site.evaluate(MILESTONE, text) for path, text in texts.items()} == expected
+
+
+MILESTONE = """async text => {
+    const {parse, Trace} = await import("./trace.js");
+    return new Trace(parse(text)).milestone;
+}"""
 
 
 def test_a_trace_of_the_reader_is_dropped_or_chosen(site: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.structure.exceptions import FILE, MILESTONES, ROOT, RULES, Key, findi
 from tests.structure.sources import Finding, Source
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES = [*MILESTONES, "stepwise_player"]
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +64,28 @@ def test_the_rules_see_the_engine(source: Source) -> None:
     assert {"llm_engine.LLMEngine", "scheduler.Scheduler", "events.Batch", "sampler.Sampler"} <= names
 
 
-def test_the_import_contracts_cover_every_milestone() -> None:
+def test_the_import_contracts_cover_every_package() -> None:
     linter = PYPROJECT["tool"]["importlinter"]
     upward, checkout = linter["contracts"]
-    assert sorted(linter["root_packages"]) == [*MILESTONES, "stepwise_player"]
-    assert sorted(checkout["source_modules"]) == [*MILESTONES, "stepwise_player"]
-    assert {*MILESTONES, "stepwise_player"} <= {
-        name for layer in upward["layers"] for name in re.findall(r"\w+", layer)
-    }
+    assert sorted(linter["root_packages"]) == PACKAGES
+    assert sorted(checkout["source_modules"]) == PACKAGES
+    assert set(PACKAGES) <= {name for layer in upward["layers"] for name in re.findall(r"\w+", layer)}
 
 
-def test_mypy_checks_every_milestone() -> None:
+def test_mypy_checks_every_package() -> None:
     patterns = PYPROJECT["tool"]["mypy"]["files"]
-    assert [name for name in MILESTONES if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+    assert [name for name in PACKAGES if not any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
-def test_the_wheel_has_every_milestone() -> None:
+def test_the_wheel_has_every_package() -> None:
     patterns = PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert [name for name in MILESTONES if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+    assert [name for name in PACKAGES if not any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
-def test_every_milestone_says_that_it_is_typed() -> None:
-    assert [name for name in MILESTONES if not (ROOT / name / "py.typed").exists()] == []
+def test_every_package_says_that_it_is_typed() -> None:
+    assert [name for name in PACKAGES if not (ROOT / name / "py.typed").exists()] == []
+
+
+def test_the_site_is_built_again_after_a_change_of_any_package() -> None:
+    watched = re.findall(r"^watch: \[(.*)\]$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    assert watched == [", ".join([*PACKAGES, "notebooks"])]
