@@ -128,11 +128,9 @@ COURSE = (
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Put the cards."""
-    return (
-        markdown.replace(CARDS, f'<div class="cards">\n{"".join(map(html_of, COURSE))}</div>')
-        if CARDS in markdown
-        else markdown
-    )
+    if CARDS not in markdown:
+        return markdown
+    return markdown.replace(CARDS, f'<div class="cards">\n{"".join(map(html_of, COURSE))}</div>')
 
 
 def html_of(card: Card) -> str:
@@ -151,7 +149,7 @@ def html_of(card: Card) -> str:
 
 
 def numbers(card: Card) -> tuple[str, str]:
-    """Return the numbers before and after, as the table has them. Raises `StopIteration` if it has no such row."""
+    """Return the numbers before and after, as the table has them. Raises `RuntimeError` if it has no such row."""
     name, _, section = card.table.partition(":")
     text = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf-8")
     lines = text.partition(f"[start:{section}]")[2].partition("[end:")[0].splitlines()

@@ -2,9 +2,7 @@
 
 Each source file of the packages has a page (`source_pages.py`), to which links to files lead (`code_links.py`).
 
-Diagrams are drawn by the copy of mermaid in `assets/vendor`. The scripts that nbconvert adds to pages of notebooks, and
-that load something from a CDN, are removed; none is needed: formulas are plain text here.
-`python -m tests.docs.foreign_hosts` checks a built site.
+Diagrams are drawn by the copy of mermaid in `assets/vendor`. `python -m tests.docs.foreign_hosts` checks a built site.
 
 Links are written as GitHub needs them: a page links to `../notebooks/x.ipynb`, a notebook to `../docs/x.md`. On the
 site both lie in one tree.
@@ -22,7 +20,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # MkDocs does not look for modules where it is started
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for all hooks: MkDocs looks for no modules in the checkout
 
 from docs.code_links import link_html, link_source
 from docs.source_pages import source_pages
@@ -44,12 +42,6 @@ SCRIPTS = {
 }
 """Scripts that only pages with such an element load. Mermaid is `dist/mermaid.min.js` of the npm package; with it the
 theme does not load its own copy from unpkg.com."""
-CDN_SCRIPT = re.compile(
-    r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->"
-    r"|<script\b[^>]*>(?:(?!</script>).)*https://cdnjs\.cloudflare\.com/.*?</script>",
-    re.DOTALL,
-)
-"""A script on the page of a notebook that loads something from a CDN."""
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks among the files
@@ -93,7 +85,7 @@ def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
             return link[0]
         return f'href="{target.url_relative_to(page.file)}'
 
-    return re.sub(r'href="\.\./docs/([\w/-]+)\.md', on_site, CDN_SCRIPT.sub("", html))
+    return re.sub(r'href="\.\./docs/([\w/-]+)\.md', on_site, html)
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:

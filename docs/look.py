@@ -1,16 +1,15 @@
 """The look of the site's pages: pictures for two schemes, notebooks without Jupyter's styles, examples of events.
 
-A hook of MkDocs beside `hooks.py`, which is about links. The rules for all of it are in `assets/look.css`.
+A hook of MkDocs after `hooks.py`, which is about links, and makes the checkout importable. The rules for all of it are
+in `assets/look.css`.
 """
 
 import html
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))  # the examples of events are those of the tests
 
 PICTURE = re.compile(r'<img ([^>]*?)src="((?:\.\./)*)(assets/\w+\.svg)"([^>]*?) ?/?>')
 CODE = re.compile(r'<div class="highlight[^>]*><pre[^>]*>(?:<span></span>)?(.*?)\s*</pre>\s*</div>', re.DOTALL)
@@ -68,7 +67,7 @@ def _token(span: re.Match[str]) -> str:
 
 
 def notebook(content: str) -> str:
-    """Return nbconvert's page without its styles and scripts, and with code cells like those of other pages."""
+    """Return nbconvert's page without its styles and scripts (some load from a CDN), its code cells like other code."""
     body = content[content.index('<div class="jupyter-wrapper">') : content.rindex("<style")]
     body = COPY_BUTTON.sub("", body).replace('class="anchor-link"', 'class="headerlink"')
     return in_colors_of_the_page(CODE.sub(r'<div class="highlight"><pre><code>\1\n</code></pre></div>', body))
@@ -102,7 +101,7 @@ def with_examples(content: str) -> str:
 
 def event_sentences() -> dict[str, str]:
     """Return an example of every event's sentence, by the full name of its class."""
-    from tests.events.milestones import MILESTONES, examples
+    from tests.events.milestones import MILESTONES, examples  # here: this page alone needs the engines
 
     found: dict[str, str] = {}
     for milestone in MILESTONES:

@@ -20,14 +20,8 @@ from typing import Any
 from docs.source_code import ROOT
 
 STEPS = ROOT / "docs" / "steps"
-PACKAGE = {
-    "m1": "m1_single_request",
-    "m2": "m2_continuous_batching",
-    "m3": "m3_paged_attention",
-    "m4": "m4_radix_cache",
-    "m5": "m5_chunked_prefill_spec",
-    "m6": "m6_multimodal_pd",
-}
+PACKAGE = {path.parent.name[:2]: path.parent.name for path in sorted(ROOT.glob("m[1-9]_*/wiring.py"))}
+"""The packages with an engine of their own, by milestone."""
 FIRST, SECOND = "What is a KV cache? Who needs it?", "What is a KV cache? Describe it."
 """The first question is answered before the recording begins: what is computed once per engine is not of a step."""
 PICTURES = ROOT / "m6_multimodal_pd" / "demo_pictures"
@@ -178,7 +172,7 @@ def as_text(steps: dict[str, list[Row]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the records of all milestones, or of some."""
     parser = argparse.ArgumentParser(prog="python -m docs.record_steps", description=__doc__.splitlines()[0])
-    parser.add_argument("milestones", nargs="*", default=list(PACKAGE), help="m1 ... m6; default: all")
+    parser.add_argument("milestones", nargs="*", default=list(PACKAGE), help="m1, m2, ...; default: all")
     for milestone in parser.parse_args(argv).milestones:
         (STEPS / f"{milestone}.json").write_text(as_text(record(milestone)), encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """The pages "One step, all of it": the calls of a recorded step as a tree, with the source of each function in place.
 
-A page says `[step: decode](m4.json)` in a paragraph of its own. The calls are those of the record, the code is today's.
+A page has `[step: decode](m4.json)` in a paragraph of its own. The calls are those of the record, the code is today's.
 A function has the anchor `decode.Scheduler.schedule`; the first of a page also `Scheduler.schedule`. Properties,
 constructors and functions of one statement that call nothing else of the packages are folded into one line, with those
 that are shown above.
@@ -114,7 +114,7 @@ def fill_steps(page_html: str, top: str) -> tuple[str, set[str]]:
 
 @dataclass
 class StepPage:
-    """What the steps of a page share."""
+    """Values that the steps of a page share."""
 
     top: str
     """The relative address of the top of the site."""
@@ -167,7 +167,7 @@ class StepTree:
         return "".join(parts)
 
     def _is_plain(self, call: Call) -> bool:
-        """Whether a function is small and calls nothing, or is shown above with all its calls."""
+        """Return whether a function is small and calls nothing, or is shown above with all its calls."""
         found = self.functions[call.path, call.name]
         return not self._has_more(call) or (not call.calls and (found is None or found.is_small))
 

@@ -1,9 +1,9 @@
-"""How much each page of a built site loads, and whether that is little enough.
+"""The weight of each page of a built site, and its limit.
 
 `python -m tests.docs.page_weights SITE` prints a table in kB (1,000 bytes, not compressed) and fails if a page is over
 its limit. A page weighs its HTML, its pictures (each file once, also those further down) and its own scripts. Not
 counted is what pages share, so that a browser loads it once: styles and scripts of the theme, and libraries in
-`assets/vendor`. Traces are loaded when a reader asks for them.
+`assets/vendor`. Not counted either are traces: a player loads them once it is in sight.
 """
 
 import re

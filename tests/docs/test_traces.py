@@ -1,32 +1,39 @@
-"""The recorded traces of the site's players: events of today, whole runs, and each of them is shown on a page."""
+"""The recorded traces of the site are those that its pages show, with the events and the sentences of today's code."""
 
+import dataclasses
 import gzip
+import json
 import re
-from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from docs.source_code import ROOT
 from docs.traces import FOLDER, RUNS
-from m1_single_request import read_trace
-from m1_single_request.events import RequestAdded
-from m1_single_request.output_events import Finish
-from tests.docs.snippets import PAGES
-from tests.events.milestones import MILESTONES
+from m1_single_request.trace_event import Event
+from tests.events.milestones import MILESTONES, event_classes
 
-OTHERS = {"shared": "m4", "alone": "m4", "pieces": "m5", "whole": "m5", "pictures": "m6", "m7": "m6"}
-"""Runs that are not named after the milestone that ran them."""
+CLASSES = [cls for milestone in MILESTONES for cls in event_classes(milestone)]
+FORMS = [(cls.kind_name(), {field.name for field in dataclasses.fields(cls)}, cls) for cls in CLASSES]
+
+
+def test_each_run_has_its_file_and_its_page() -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    assert {path.name for path in FOLDER.iterdir()} == {f"{name}.jsonl.gz" for name in RUNS}
+    assert {f"{name}.jsonl.gz" for name in RUNS} == set(re.findall(r"\]\(assets/traces/([\w.]+)", pages))
+
+
+def explained(kind: str, data: dict[str, Any]) -> set[str]:
+    """Return the sentences of the events of this kind that have these fields: one, or that of each milestone."""
+    fits = [cls for name, fields, cls in FORMS if name == kind and fields == data.keys()]
+    events: list[Event] = [msgspec.convert(data, cls) for cls in fits]
+    return {event.explain() for event in events}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_trace_has_the_events_of_today_and_every_request_ends(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(gzip.decompress((FOLDER / f"{name}.jsonl.gz").read_bytes()))
-    (milestone,) = (each for each in MILESTONES if each.startswith(OTHERS.get(name, name)[:2]))
-    events = [record.event for record in read_trace(path, milestone)]
-    arrived = {event.rid for event in events if isinstance(event, RequestAdded)}
-    assert arrived and arrived == {event.rid for event in events if isinstance(event, Finish)}
-
-
-def test_each_trace_is_shown_and_each_that_is_shown_exists() -> None:
-    shown = {name for page in PAGES for name in re.findall(r"assets/traces/(\w+)\.jsonl\.gz", page.read_text("utf-8"))}
-    assert shown == set(RUNS) == {path.name.removesuffix(".jsonl.gz") for path in FOLDER.iterdir()}
+def test_a_trace_has_the_sentences_of_todays_code(name: str) -> None:
+    for line in gzip.decompress((FOLDER / f"{name}.jsonl.gz").read_bytes()).decode().splitlines():
+        data = json.loads(line)
+        _, _, kind, sentence = (data.pop(column) for column in ("step", "time", "event", "sentence"))
+        assert sentence in explained(kind, data), f"{kind}: run: python -m docs.traces {name}"
