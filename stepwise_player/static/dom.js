@@ -1,10 +1,10 @@
-// Elements, colours and what is selected.
+// Elements, colours and the selection.
 
 /** @typedef {import("./trace.js").TraceEvent} TraceEvent */
 /** @typedef {import("./trace.js").Trace} Trace */
 /** @typedef {import("./state.js").State} State */
 /** @typedef {{kind: "request"|"page"|"node", id: string, engine: string}} Selection `engine`: of a page or a node. */
-/** @typedef {{requests: Set<string>, pages: Set<number>, nodes: Set<number>}} Related What a selection is about, in one engine. */
+/** @typedef {{requests: Set<string>, pages: Set<number>, nodes: Set<number>}} Related Requests, pages and nodes of a selection, in one engine. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -54,7 +54,7 @@ export function penOf(canvas, width, height) {
   return pen;
 }
 
-/** What a selection is about in an engine's state; null: nothing is selected. @param {Selection|null} selection
+/** Requests, pages and nodes of a selection in an engine's state; null: nothing is selected. @param {Selection|null} selection
     @param {string} engine @param {State} state @returns {Related|null} */
 export function relatedTo(selection, engine, state) {
   if (!selection) return null;
@@ -89,7 +89,7 @@ export function historyOf(trace, {kind, id, engine}) {
   return found;
 }
 
-/** What a selection is called. @param {Selection} selection */
+/** Name of a selection. @param {Selection} selection */
 export function nameOf({kind, id, engine}) {
   return kind === "request" ? `request ${id}` : `${kind} ${id}${engine ? ` of ${engine}` : ""}`;
 }

@@ -93,13 +93,13 @@ export class LanesView {
     this.soon();
   }
 
-  /** Draw before the next picture, however often it is asked. */
+  /** Draw once before the next frame. */
   soon() {
     if (this.asked) return;
     this.asked = requestAnimationFrame(() => { this.asked = 0; this.draw(); });
   }
 
-  /** Where a place begins, from the beginning of the lanes. @param {number} place */
+  /** Pixels from the beginning of the lanes to that of a place. @param {number} place */
   begin(place) {
     if (!this.byTime) return place * this.width;
     return place ? this.trace.secondsAt(place - 1) * this.width : 0;

@@ -1,4 +1,4 @@
-// How traces come to the player: from base64 in the page, from a file of the site, or from the reader's own file.
+// Load traces: from base64 in the page, from a file of the site, or from the reader's own file.
 
 import {make} from "./dom.js";
 import {mount} from "./player.js";

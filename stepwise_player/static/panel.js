@@ -141,7 +141,7 @@ export class Panel {
     return item;
   }
 
-  /** Where the code of this milestone, or else of the latest one before it, emits an event. @param {TraceEvent} event */
+  /** Place in the code of this milestone, or else of the latest one before it, that emits an event. @param {TraceEvent} event */
   placeIn(event) {
     const isOverlapped = this.lanes.work.length > 0, places = this.settings.links[event.event] ?? [];
     return places.filter(({where}) => where.slice(0, 2) <= this.trace.milestone && (isOverlapped || !where.includes("/overlap/"))).at(-1);

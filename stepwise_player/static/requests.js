@@ -1,4 +1,4 @@
-// Requests over the whole run: what each does at each place, its text as it grows, and its history.
+// Requests over the whole run: the state of each at each place, its text as it grows, and its history.
 
 /** @typedef {import("./trace.js").TraceEvent} TraceEvent */
 /** @typedef {{kind: string, from: number, to: number, count: number, cached: number}} Segment Part of a lane, in places. */
@@ -6,7 +6,7 @@
 /** The requests that an event is about. @param {TraceEvent} event @returns {string[]} */
 export function idsOf(event) { return event.rids ?? [event.rid ?? event.owner].filter(id => typeof id === "string"); }
 
-/** Whether row i of a batch computes a part of a prompt. @param {TraceEvent} event @param {number} i @param {Map<string, number>} lengths Of the prompts. */
+/** Return whether row i of a batch computes a part of a prompt. @param {TraceEvent} event @param {number} i @param {Map<string, number>} lengths Of the prompts. */
 export function isPrompt(event, i, lengths) {
   if (event.num_prompts !== undefined) return i < event.num_prompts;
   return event.mode !== "decode" && !(event.prefix_lens?.[i] >= (lengths.get(event.rids[i]) ?? Infinity));
@@ -47,7 +47,7 @@ export class Request {
     return low ? this.texts[low - 1][1] : "";
   }
 
-  /** What it does at a place. @param {number} place */
+  /** Its state at a place. @param {number} place */
   segmentAt(place) { return this.segments.findLast(part => part.from <= place) ?? null; }
 }
 

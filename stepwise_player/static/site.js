@@ -7,7 +7,7 @@ import {links} from "./links.js";
 const scheme = () => document.body.dataset.mdColorScheme === "slate" ? "dark" : "light";
 const follow = () => document.querySelectorAll(".stepwise-player").forEach(root => { /** @type {HTMLElement} */ (root).dataset.scheme = scheme(); });
 
-/** Where the site has the code and the pages of one step. @param {HTMLElement} element */
+/** Settings of a player of the site: addresses of the code and of the pages of one step, first place. @param {HTMLElement} element */
 const settingsOf = ({dataset}) => ({links, code: `${dataset.base}code/`, steps: `${dataset.base}steps/`, start: Number(dataset.step ?? 1) - 1});
 
 for (const root of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".stepwise-player[data-runs]"))) {

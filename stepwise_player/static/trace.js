@@ -103,7 +103,7 @@ export class Trace {
     return states;
   }
 
-  /** When the host worked and when the device computed, in seconds; empty where steps do not overlap. @returns {Record<string, [number, number][]>} */
+  /** Intervals in which the host worked and the device computed, in seconds; empty where steps do not overlap. @returns {Record<string, [number, number][]>} */
   work() {
     if (!this.events.some(event => event.event === "step_arrived")) return {};
     const host = /** @type {[number, number][]} */ ([]), device = /** @type {[number, number][]} */ ([]), launched = new Map();
