@@ -41,9 +41,8 @@ def sources() -> dict[str, list[dict[str, Any]]]:
                 and node.args
             ):
                 for name in map(_kind_of, _named(node.args[0], names)):
-                    calls[next((kind for kind in classes if name.startswith(f"{kind}_")), name)].append(
-                        _place(path, texts[path], node.lineno)
-                    )
+                    kinds = [kind for kind in classes if f"{name}_".startswith(f"{kind}_")]
+                    calls[max(kinds, key=len, default=name)].append(_place(path, texts[path], node.lineno))
     return classes | {kind: places for kind, places in calls.items() if kind in classes}
 
 

@@ -14,6 +14,7 @@ import {drawTree} from "./tree.js";
     site has the source files and the pages of one step, relative to the page. `start`: the place that is shown first. */
 
 const MOST_LINES = 300, MOST_TEXTS = 40, ALIKE = 3;
+const ROLES = ["router", "prefill", "decode"]; // of engines in a group: their names and files begin with these
 
 export class Panel {
   /** @param {string} name @param {Trace} trace @param {Settings} settings @param {(panel: Panel, place: number) => void} go */
@@ -143,8 +144,10 @@ export class Panel {
 
   /** Place in the code of this milestone, or else of the latest one before it, that emits an event. @param {TraceEvent} event */
   placeIn(event) {
-    const isOverlapped = this.lanes.work.length > 0, places = this.settings.links[event.event] ?? [];
-    return places.filter(({where}) => where.slice(0, 2) <= this.trace.milestone && (isOverlapped || !where.includes("/overlap/"))).at(-1);
+    const isOverlapped = this.lanes.work.length > 0, [role] = event.engine.split("-");
+    const known = (this.settings.links[event.event] ?? []).filter(({where}) => where.slice(0, 2) <= this.trace.milestone && (isOverlapped || !where.includes("/overlap/")));
+    const isOfOthers = (/** @type {string} */ where) => where.includes("/disaggregation/") && ROLES.every(one => one !== role || !where.includes(`/${one}`));
+    return known.findLast(({where}) => !isOfOthers(where)) ?? known.at(-1);
   }
 
   /** The texts so far. @param {Set<string>|null} requests */

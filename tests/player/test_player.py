@@ -256,6 +256,49 @@ def test_each_event_leads_to_the_line_that_emits_it(show: Any) -> None:
 
 
 @MORE
+def test_a_place_in_the_code_is_that_of_the_engine_of_the_event(show: Any, tmp_path: Path) -> None:
+    """An engine alone does not run the code of a group, and a prefill engine not that of a decode engine."""
+    assert places_by_event(show(GOLDEN["m6"])) >= {
+        ("", "matched", "m5_chunked_prefill_spec/batch_composer.py"),
+        ("", "request added", "m4_radix_cache/scheduler.py"),
+    }
+    path, packed = tmp_path / "pd.jsonl", (TRACES / "m6_pd.jsonl.gz").read_bytes()
+    lines = [json.loads(line) for line in gzip.decompress(packed).decode().splitlines()]
+    kinds = [{"sentence": line["event"], "text": line.get("what")} for line in lines]
+    path.write_text("\n".join(json.dumps(line | kind) for line, kind in zip(lines, kinds, strict=True)))
+    assert places_by_event(show(path)) >= {
+        ("router", "request_added", "m6_multimodal_pd/disaggregation/router.py"),
+        ("prefill", "request_added", "m4_radix_cache/scheduler.py"),
+        ("prefill", "matched", "m5_chunked_prefill_spec/batch_composer.py"),
+        ("decode", "matched", "m6_multimodal_pd/disaggregation/decode_scheduler.py"),
+    }
+
+
+def places_by_event(shown: Shown) -> set[tuple[str, str, str]]:
+    """Return role of the engine, sentence and file of all events."""
+    found = {
+        (label.partition("-")[0].split(" ")[0], text.strip(), file) for label, text, file in shown.page.evaluate(PLACES)
+    }
+    assert len({(role, text) for role, text, _ in found}) == len(found), "each has one place"
+    return found
+
+
+PLACES = """() => {
+    const slider = document.querySelector(".controls input"), found = [];
+    for (let x = 0; x <= Number(slider.max); x++) {
+        slider.value = x;
+        slider.dispatchEvent(new Event("input"));
+        for (const item of document.querySelectorAll(".sentences > li")) {
+            const label = item.querySelector(":scope > b")?.textContent ?? "";
+            const text = [...item.childNodes].find(node => node.nodeType === Node.TEXT_NODE).textContent;
+            found.push([label, text, item.querySelector("summary").textContent.split(":")[0]]);
+        }
+    }
+    return found;
+}"""
+
+
+@MORE
 def test_texts_of_a_trace_never_become_markup(show: Any, tmp_path: Path) -> None:
     path, evil = tmp_path / "evil.jsonl", "<img src=x onerror=alert(1)></script><!--"
     lines = [
