@@ -219,7 +219,7 @@ class Verified(Event):
         else:
             end = f"{self.texts[self.rejected_at]!r} is wrong, {self.own!r} is right"
         new = some(len(self.tokens), "token")
-        source = {"ngram": "n-grams", "draft_model": "the draft model"}[self.method]
+        source = {"ngram": "n-grams", "draft_model": "the draft model"}.get(self.method, self.method)
         return f"{self.rid}: {source} drafted {drafts}. {accepted} accepted: {end}. {new} in one step."
 
 

@@ -10,7 +10,7 @@ from m1_single_request.errors import EngineDeadError
 from m1_single_request.trace_event import Event, volatile
 from m1_single_request.tracer import TraceRecord
 from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Joined, Relay, ReportedEvent, StepEvents
-from m6_multimodal_pd.disaggregation.runtime.reporter import MOST_EVENTS, Reporter, facts_of
+from m6_multimodal_pd.disaggregation.runtime.reporter import MOST_EVENTS, MOST_VALUES, Reporter, facts_of
 from m6_multimodal_pd.errors import WireError
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Group
@@ -42,6 +42,11 @@ TOO_LARGE = (2**62, -(2**62), "x" * 65, None, 1.5)
 def test_numbers_and_short_words_that_a_message_may_hold_go_by_name_alone_and_in_tuples(value: Any) -> None:
     facts = (("rid", "a"), ("number", value), ("pages", (1, value))) if value in LARGEST else (("rid", "a"),)
     assert facts_of(Noticed(number=value, pages=(1, value), num_bytes=7)) == facts
+
+
+def test_a_tuple_of_very_many_numbers_is_left_out() -> None:
+    assert [name for name, _ in facts_of(Noticed(pages=(1,) * MOST_VALUES, num_bytes=7))] == ["rid", "number", "pages"]
+    assert [name for name, _ in facts_of(Noticed(pages=(1,) * (MOST_VALUES + 1), num_bytes=7))] == ["rid", "number"]
 
 
 def test_a_step_is_told_in_one_message_in_order() -> None:

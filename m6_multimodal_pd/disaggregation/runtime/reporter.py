@@ -15,8 +15,8 @@ from m6_multimodal_pd.errors import WireError
 
 MOST_EVENTS = 1000
 """Maximum number of events that are sent of one step."""
-LONGEST_WORD, LARGEST = 64, 2**62
-"""Fields with longer words or larger numbers are not sent."""
+LONGEST_WORD, LARGEST, MOST_VALUES = 64, 2**62, 10_000
+"""Fields with longer words, larger numbers or more of them are not sent."""
 
 
 class Reporter:
@@ -59,13 +59,10 @@ class Reporter:
 
 def facts_of(event: Event) -> tuple[tuple[str, Fact], ...]:
     """Return the fields that a message may hold, and that are the same in every run."""
-    fields = event.data(stable=True).items()
-    return tuple(
-        (name, value) for name, value in fields if all(map(_is_short, value if type(value) is tuple else [value]))
-    )
+    values = {name: value if type(value) is tuple else (value,) for name, value in event.data(stable=True).items()}
+    sent = {name for name, each in values.items() if len(each) <= MOST_VALUES and all(map(_is_short, each))}
+    return tuple((name, getattr(event, name)) for name in values if name in sent)
 
 
 def _is_short(value: Any) -> bool:
-    return (type(value) is int and -LARGEST < value < LARGEST) or (
-        isinstance(value, str) and len(value) <= LONGEST_WORD
-    )
+    return abs(value) < LARGEST if type(value) is int else isinstance(value, str) and len(value) <= LONGEST_WORD
