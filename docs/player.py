@@ -30,8 +30,8 @@ DROP = "[player: drop]()"
 ZONE = """<div class="stepwise-drop" data-base="{base}">Drop one trace here, or two, or choose them: </div>
 <div></div>"""
 FIGURE = """<figure class="stepwise-run" markdown="1">
-<div class="stepwise-player" data-runs="{runs}" data-base="{base}" data-step="{step}"></div>
 <figcaption markdown="span">{caption}</figcaption>
+<div class="stepwise-player" data-runs="{runs}" data-base="{base}" data-step="{step}"></div>
 </figure>"""
 HEAD = """<link rel="stylesheet" href="{folder}/player.css">
 <script type="module" src="{folder}/site.js"></script>
@@ -65,7 +65,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
             return trace
         return file.url_relative_to(page.file)
 
-    base = get_relative_url(".", page.url)
+    base = get_relative_url("./", page.url)
     return PLAYER.sub(element, markdown).replace(DROP, ZONE.format(base=base))
 
 
