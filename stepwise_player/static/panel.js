@@ -136,8 +136,8 @@ export class Panel {
     if (label) item.append(make("b", {}, label));
     item.append(event.sentence, " ");
     if (!place) return item;
-    const name = `${place.where}:${place.line}`;
-    if (this.settings.code) item.append(make("a", {class: "code", href: `${this.settings.code}${place.where}.html#L${place.line}`}, name));
+    const name = `${place.where}:${place.line}`, short = name.slice(name.lastIndexOf("/") + 1);
+    if (this.settings.code) item.append(make("a", {class: "code", href: `${this.settings.code}${place.where}.html#L${place.line}`, title: name}, short));
     else item.append(make("details", {}, make("summary", {}, name), make("pre", {}, place.code)));
     return item;
   }

@@ -37,7 +37,7 @@ class Player {
     this.align.addEventListener("change", () => this.scale());
     this.align.hidden = panels.some(({trace}) => trace.endTime === trace.startTime);
     panels.forEach(panel => { panel.title.hidden = panels.length === 1; });
-    const link = make("a", {class: "code", href: `${settings.steps}${panels[0].trace.milestone}/`}, "all of a step");
+    const link = make("a", {class: "code", href: `${settings.steps}${panels[0].trace.milestone}/`}, "one step, all of it");
     link.hidden = !settings.steps;
     root.replaceChildren(make("div", {class: "controls", role: "toolbar", "aria-label": "player"}, button("|◀", "first step (Home)", () => this.set(0)),
       button("◀", "step back (←)", () => this.move(-1)), this.playing, button("▶|", "step (→)", () => this.move(1)),

@@ -7,7 +7,7 @@ import {isPrompt} from "./requests.js";
 
 /** @typedef {import("./trace.js").TraceEvent} TraceEvent */
 /** @typedef {{id: string, count: number, kind: string, guesses: number}} Part Tokens of a request in a batch. */
-/** @typedef {{step: number, budget: number, parts: Part[], guesses: Map<string, [number, number]>}} Batch */
+/** @typedef {{step: number, budget: number, parts: Part[], guesses: Map<string, [number, number]>, padding: number}} Batch */
 /** @typedef {{parent: number, tokens: number, pages: number[], locked: number, step: number}} Node `step`: of the last change. */
 /** @typedef {{list: number[], length: number}} Table The first `length` pages of a list that later states may lengthen. */
 
@@ -17,7 +17,7 @@ export class State {
   constructor() {
     /** @type {Batch[]} */
     this.batches = [];
-    this.numPages = 0; this.pageSize = 1;
+    this.numPages = 0; this.pageSize = 1; this.tokenBytes = 1;
     this.hasSlots = false; // m2: a slot for each running request, and no pages
     /** Tokens by use, where there are no pages. @type {Record<string, number>} */
     this.memory = {};
@@ -114,7 +114,7 @@ export class State {
 
 /** @type {Record<string, (s: State, e: TraceEvent) => void>} */
 const HANDLERS = {
-  engine_started: s => { Object.assign(s, new State(), {totals: s.totals}); },
+  engine_started: (s, e) => { Object.assign(s, new State(), {totals: s.totals, tokenBytes: e.kv_bytes_per_token}); },
   request_added: (s, e) => s.lengths.set(e.rid, e.len),
   kv_sized(s, e) { s.numPages = e.num_blocks; s.pageSize = e.block_size; },
   admit(s, e) {
@@ -127,7 +127,7 @@ const HANDLERS = {
   batch(s, e) {
     const parts = e.rids.map((/** @type {string} */ id, /** @type {number} */ i) => (
       {id, count: e.extend_lens?.[i] ?? 1, guesses: e.draft_lens?.[i] ?? 0, kind: isPrompt(e, i, s.lengths) ? "prompt" : "answer"}));
-    s.batches = [{step: e.step, budget: e.budget ?? 0, parts, guesses: new Map()}, ...s.batches].slice(0, KEPT_BATCHES);
+    s.batches = [{step: e.step, budget: e.budget ?? 0, parts, guesses: new Map(), padding: 0}, ...s.batches].slice(0, KEPT_BATCHES);
     let first = 0;
     for (const [i, {id, count}] of parts.entries()) {
       s.totals.computed += count;
@@ -148,9 +148,13 @@ const HANDLERS = {
   block_copied: (s, e) => s.put(e.owner, s.pagesOf(e.owner).indexOf(e.source), [e.target]),
   blocks_freed: (s, e) => { if (!e.on_host) s.drop(e.owner); },
   blocks_swapped: (s, e) => { s.drop(e.owner); if (e.direction === "in") s.put(e.owner, 0, e.block_ids); },
-  kv_usage(s, e) { s.memory = {used: e.useful_tokens, padding: e.padded_tokens}; },
+  kv_usage(s, e) {
+    const used = e.kv_bytes_used / s.tokenBytes;
+    s.memory = {used, reserved: e.kv_bytes_reserved / s.tokenBytes - used};
+    s.batches = s.batches.map(one => one.step === e.step ? {...one, padding: e.padded_tokens} : one);
+  },
   alloc(s, e) { s.memory = {used: e.total_tokens}; },
-  free(s) { s.memory = {}; },
+  free(s, e) { s.memory.used -= e.tokens; if (s.memory.reserved) s.memory.reserved += e.tokens; },
   // m4 and later
   inserted(s, e) { // an insertion that adds nothing names the node that has it all
     if (e.token_ids?.length) s.nodes.set(e.node, {parent: e.parent, tokens: e.token_ids.length, pages: e.pages, locked: 0, step: e.step});

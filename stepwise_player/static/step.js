@@ -23,13 +23,13 @@ export function drawBudget(box, batch, related, select) {
     bar.append(one);
   }
   if (all > total) bar.append(make("span", {style: `flex:${all - total}`}));
-  const requests = plural(parts.length, "request");
-  box.replaceChildren(bar, make("p", {class: "note"}, batch?.budget ? `${total} of ${batch.budget.toLocaleString("en")} tokens${all < batch.budget ? " (longer than the bar)" : ""}, ${requests}` : `${plural(total, "token")}, ${requests}`));
+  const requests = plural(parts.length, "request") + (batch?.padding ? `, and ${plural(batch.padding, "place")} of padding` : "");
+  box.replaceChildren(bar, make("p", {class: "note"}, batch?.budget ? `${total} of ${batch.budget.toLocaleString("en")} tokens${all < batch.budget ? ` (the bar ends at ${all.toLocaleString("en")})` : ""}, ${requests}` : `${plural(total, "token")}, ${requests}`));
 }
 
 const MEMORY = /** @type {Record<string, [string, string]>} */ ({
   protected: ["answer", "cached, in use"], owned: ["prompt", "of requests"], used: ["answer", "in use"],
-  padding: ["rejected", "padding"], evictable: ["waiting", "cached, may be evicted"], free: ["free", "free"],
+  reserved: ["free", "reserved and empty"], evictable: ["waiting", "cached, may be evicted"], free: ["free", "free"],
 });
 
 /** Draw the tokens of the KV memory by use. @param {HTMLElement} box @param {import("./state.js").State} state */

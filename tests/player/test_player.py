@@ -60,6 +60,7 @@ WALK = """() => {
             texts: all(".texts p", item => words(item.textContent)),
             pages: Number(document.querySelector(".pages canvas").getAttribute("aria-label")?.split(" ")[0]),
             memory: all(".memory .key", item => item.textContent),
+            step: document.querySelector(".budget").textContent,
         });
     }
     return found;
@@ -143,6 +144,20 @@ def test_the_memory_is_used_as_the_engine_counts_it(show: Any, name: str) -> Non
                 assert shown["pages"] == line["num_running"], f"step {line['step']}: a slot for each"
             compared += line["event"] in ("audit", "blocks_used", "step_done")
     assert compared >= len(places_of(lines)) - 1
+
+
+@pytest.mark.sample(1)
+def test_the_memory_without_pages_is_what_requests_hold_and_what_is_reserved(show: Any) -> None:
+    """The events count the KV memory in bytes, and a step's padding in places of the forward."""
+    lines = lines_of(GOLDEN["m2"])
+    size = lines[0]["kv_bytes_per_token"]
+    for shown, place in zip(show(GOLDEN["m2"]).walk(), places_of(lines), strict=True):
+        for line in (line for line in place if line["event"] == "kv_usage"):
+            freed = sum(line["tokens"] for line in place if line["event"] == "free")
+            used, reserved = line["kv_bytes_used"] // size - freed, line["kv_bytes_reserved"] // size
+            assert shown["memory"] == [f"{used:,} in use"] * (used > 0) + [f"{reserved - used:,} reserved and empty"]
+            padded = line["padded_tokens"]
+            assert shown["step"].endswith(f"and {padded} place{'s' * (padded > 1)} of padding") == (padded > 0)
 
 
 @MORE
