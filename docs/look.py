@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 PICTURE = re.compile(r'<img ([^>]*?)src="((?:\.\./)*)(assets/\w+\.svg)"([^>]*?) ?/?>')
+DIAGRAM = re.compile(r'<pre class="mermaid">.*?</pre>', re.DOTALL)
 CODE = re.compile(r'<div class="highlight[^>]*><pre[^>]*>(?:<span></span>)?(.*?)\s*</pre>\s*</div>', re.DOTALL)
 """Code of a cell, or shown by one."""
 COPY_BUTTON = re.compile(
@@ -30,8 +31,12 @@ MONOKAI = {"#66D9EF": "k", "#A6E22E": "nf", "#E6DB74": "s", "#AE81FF": "mi", "#F
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
-    """Change a page's HTML."""
+    """Change a page's HTML, and name the page by its heading: the navigation's *Lesson* is no name for a tab."""
     source = page.file.src_uri
+    heading = re.search(r"<h1[^>]*>(.*?)<(?:a|/h1)", content, re.DOTALL)
+    if heading and source != "index.md":
+        page.meta.setdefault("title", re.sub(r"<[^>]*>", "", heading[1]))
+    content = DIAGRAM.sub(r'<div class="diagram">\g<0></div>', content)
     if source.endswith(".ipynb"):
         content = notebook(content)
     elif source == "rosetta.md":

@@ -33,7 +33,7 @@ def</span><span style="color: #F8F8F2"> </span>f
 
 def shown(content: str, source: str, *toc: SimpleNamespace) -> str:
     """A page after the hook."""
-    return on_page_content(content, SimpleNamespace(file=SimpleNamespace(src_uri=source), toc=toc))
+    return on_page_content(content, SimpleNamespace(file=SimpleNamespace(src_uri=source), toc=toc, meta={}))
 
 
 def entry(*children: SimpleNamespace) -> SimpleNamespace:
@@ -47,6 +47,13 @@ def test_a_picture_is_shown_in_the_scheme_of_the_page() -> None:
         shown('<p><img alt="The packages" src="../assets/packages.svg" /></p>', "m1_single_request.md"),
     )
     assert found == ["../assets/packages.svg#only-light", "../assets/packages.svg#only-dark"]
+
+
+def test_a_page_is_named_by_its_heading_and_its_diagrams_have_a_box() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="m1_single_request.md"), toc=(), meta={})
+    content = '<h1 id="m1">m1: <em>one</em> request<a class="headerlink">¶</a></h1><pre class="mermaid">a\nb</pre>'
+    assert '<div class="diagram"><pre class="mermaid">a\nb</pre></div>' in on_page_content(content, page)
+    assert page.meta == {"title": "m1: one request"}
 
 
 def test_other_images_are_left_alone() -> None:
