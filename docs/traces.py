@@ -30,13 +30,13 @@ SCENES = ("a_big_red_circle", "a_blue_square_and_a_green_star", "a_blue_square_a
 Arrival = tuple[int, str, str, int]
 """Step before which a request arrives, its id, its question, its maximum of new tokens."""
 BURST: list[Arrival] = [
-    (0, "France", "What is the capital of France?", 12),
-    (0, "hello", "Hello world!", 8),
-    (0, "quantum", "Explain quantum computing briefly.", 20),
-    (3, "cache", "What is a KV cache?", 16),
-    (3, "padding", "What is padding waste?", 12),
-    (4, "codes", f"{CODES} What is the code of zebra?", 10),
-    (6, "prefill", "What is prefill?", 14),
+    (0, "ann", "What is decode?", 12),
+    (0, "bob", "What is a scheduler?", 8),
+    (0, "cat", "What is continuous batching?", 20),
+    (3, "dan", "What is a KV cache?", 16),
+    (3, "eve", "What is padding waste?", 12),
+    (4, "fay", f"{CODES} What is the code of zebra?", 10),
+    (6, "gus", "What is prefill?", 14),
 ]
 USERS: list[Arrival] = [
     (0, "user 1", "What is the code of lamp?", 10),
@@ -142,7 +142,7 @@ def m7(path: Path) -> None:
         )
         async with aclosing(outputs):
             async for output in outputs:
-                if rid == "quantum" and len(output.token_ids) >= 6:
+                if rid == "cat" and len(output.token_ids) >= 6:
                     return
 
     async def serve() -> None:
