@@ -35,7 +35,8 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     source = page.file.src_uri
     heading = re.search(r"<h1[^>]*>(.*?)<(?:a|/h1)", content, re.DOTALL)
     if heading and source != "index.md":
-        page.meta.setdefault("title", re.sub(r"<[^>]*>", "", heading[1]))
+        kind = " (notebook)" if source.endswith(".ipynb") else ""
+        page.meta.setdefault("title", re.sub(r"<[^>]*>", "", heading[1]) + kind)
     content = DIAGRAM.sub(r'<div class="diagram">\g<0></div>', content)
     if source.endswith(".ipynb"):
         content = notebook(content)

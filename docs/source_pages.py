@@ -20,6 +20,7 @@ PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="robots" content="noindex">
+<link rel="icon" href="data:,">
 <title>{path} - Stepwise</title>
 <link rel="stylesheet" href="{top}assets/source.css">
 <script>

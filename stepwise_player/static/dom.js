@@ -34,7 +34,7 @@ export function colours(element) {
   return Object.fromEntries(COLOURS.map(name => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-const OWNERS = ["#e69f00", "#cc79a7", "#8c564b", "#7a5fb5", "#b8a800", "#17a2a2", "#d55e00", "#56b4e9", "#0072b2", "#009e73"];
+const OWNERS = ["#e69f00", "#8c564b", "#7a5fb5", "#b8a800", "#17a2a2", "#cc79a7", "#d55e00", "#56b4e9", "#0072b2", "#009e73"];
 
 /** The colour of a request's pages, by its number in the order of arrival. @param {number} index */
 export function ownerColour(index) { return OWNERS[index % OWNERS.length]; }

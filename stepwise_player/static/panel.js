@@ -48,6 +48,8 @@ export class Panel {
     };
     const budget = box(engine ? `${engine}: step` : "This step", "budget"), memory = box("KV memory, tokens", "memory");
     const pages = box("Pages", "pages"), tree = box("Radix tree", "tree");
+    pages.section.append(make("p", {class: "note"}, "Colour: a request that holds the page. Grey: only the cache holds it. Dot: several requests."));
+    tree.section.append(make("p", {class: "note"}, "Frame: in use. Filled: changed in this step."));
     tree.view.tabIndex = 0;
     const view = new PagesView(pages.view, order, page => this.select({kind: "page", id: String(page), engine}));
     return {engine, budget, memory, pages, tree, view, element: make("div", {class: "engine"}, budget.section, memory.section, pages.section, tree.section)};
@@ -79,9 +81,9 @@ export class Panel {
     for (const {engine, budget, memory, pages, tree, view} of this.engines) {
       const state = /** @type {import("./state.js").State} */ (states.get(engine)), related = relatedTo(selection, engine, state);
       if (related && selection?.engine === engine && selection.kind !== "request") requests = related.requests;
-      const isOwn = engine === own.engine;
+      const isOwn = engine === own.engine, isStep = own.events.some(index => ["batch", "step_done"].includes(trace.events[index].event));
       budget.section.classList.toggle("past", !isOwn);
-      drawBudget(budget.view, isOwn ? state.batchOf(own.step) : state.batches[0] ?? null, related, id => this.select({kind: "request", id, engine: ""}));
+      drawBudget(budget.view, isOwn ? (isStep ? state.batchOf(own.step) : null) : state.batches[0] ?? null, related, id => this.select({kind: "request", id, engine: ""}));
       memory.section.hidden = !state.numPages && !Object.keys(state.memory).length;
       if (!memory.section.hidden) drawMemory(memory.view, state);
       pages.section.hidden = !state.numPages;
