@@ -1,4 +1,4 @@
-"""The player on a page of the site: its links lead to the top of the site from any depth, and its caption stands above."""
+"""The player on a page of the site: its links lead to the top of the site, and its caption stands above."""
 
 import re
 from types import SimpleNamespace
