@@ -347,7 +347,8 @@ class Audit(Event):
     @classmethod
     def of(cls, scheduler: Any, pages_of: Callable[..., Any]) -> Self:
         """Build the event from the memory of a scheduler. `pages_of` returns the pages that requests own."""
-        _, own = pages_of(scheduler.running, scheduler.pools)
+        holding = [req for req in scheduler.requests.values() if req.req_pool_idx is not None]
+        _, own = pages_of(holding, scheduler.pools)
         allocator, cache = scheduler.pools.token_to_kv_pool_allocator, scheduler.tree_cache
         return cls(
             available=allocator.available_size(),
