@@ -6,6 +6,7 @@ needs neither a server nor a network. `--trace-file` of a demo writes a trace, o
 
 import argparse
 from collections.abc import Sequence
+from os.path import realpath
 from pathlib import Path
 
 from stepwise_player import page
@@ -21,9 +22,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if len(args.traces) > MOST_RUNS:
         parser.error(f"{len(args.traces)} traces: a page shows one, or compares {MOST_RUNS}")
+    if realpath(args.output) in map(realpath, args.traces):
+        parser.error(f"{args.output} is a trace, which the page would replace")
     try:
         runs = [(Path(trace).stem, Path(trace).read_bytes()) for trace in args.traces]
-        Path(args.output).write_text(page(runs), encoding="utf-8")
+        Path(args.output).write_text(page(runs), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         parser.exit(1, f"{type(error).__name__}: {error}\n")
 

@@ -7,6 +7,7 @@ import {colours, make, ownerColour, penOf} from "./dom.js";
 /** @typedef {import("./requests.js").Segment} Segment */
 
 const ROW = 24, LEAST = 5; // pixels: of a row, of a step at least
+const MOST_LETTERS = 80; // of a name: more are never in sight
 const LOW = new Set(["waiting", "preempted", "transfer"]);
 const ENDS = new Set(["finished", "failed"]);
 const WORDS = /** @type {Record<string, string>} */ ({
@@ -164,6 +165,7 @@ export class LanesView {
 
 /** A text that fits. @param {string} text @param {number} room @param {CanvasRenderingContext2D} pen */
 function shortened(text, room, pen) {
+  text = text.slice(0, MOST_LETTERS);
   if (pen.measureText(text).width <= room) return text;
   let length = text.length - 1;
   while (length > 1 && pen.measureText(`${text.slice(0, length)}…`).width > room) length -= 1;

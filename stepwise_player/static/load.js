@@ -12,7 +12,8 @@ const MOST_RUNS = 2;
 export async function textOf(bytes) {
   const blob = new Blob([/** @type {BlobPart} */ (bytes)]);
   if (bytes[0] !== 0x1f || bytes[1] !== 0x8b) return blob.text();
-  return new Response(blob.stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  try { return await new Response(blob.stream().pipeThrough(new DecompressionStream("gzip"))).text(); }
+  catch { throw new Error("The gzipped file is damaged, or not whole."); }
 }
 
 /** The text of gzipped bytes in base64. @param {string} base64 */

@@ -1,5 +1,5 @@
 // The pages of the KV memory (blocks, in m3), each in the colour of a request that holds it. A page that only the cache
-// holds is grey; one that several requests hold has a mark.
+// holds is grey; one that several requests hold has a mark. Only what is in sight is drawn: a GPU has millions of pages.
 
 import {colours, make, ownerColour, penOf} from "./dom.js";
 
@@ -13,15 +13,17 @@ export class PagesView {
   constructor(box, order, select) {
     this.box = box; this.order = order;
     this.canvas = make("canvas", {role: "img"});
-    box.replaceChildren(this.canvas);
+    this.all = make("div", {}, this.canvas);
+    box.replaceChildren(this.all);
     /** @type {[State, Related|null]|null} */
     this.shown = null;
     /** @type {ReturnType<State["holders"]>} */
     this.held = new Map();
     this.columns = this.size = 1;
-    this.resized = new ResizeObserver(() => { if (this.shown) this.show(...this.shown); });
+    this.resized = new ResizeObserver(() => this.draw());
     this.resized.observe(box);
-    const pageAt = (/** @type {MouseEvent} */ event) => Math.floor(event.offsetY / this.size) * this.columns + Math.floor(event.offsetX / this.size);
+    const pageAt = (/** @type {MouseEvent} */ event) => Math.floor((event.offsetY + box.scrollTop) / this.size) * this.columns + Math.floor(event.offsetX / this.size);
+    box.addEventListener("scroll", () => this.draw(), {passive: true});
     this.canvas.addEventListener("click", event => select(pageAt(event)));
     this.canvas.addEventListener("pointermove", event => { this.canvas.title = this.titleOf(pageAt(event)); });
   }
@@ -38,16 +40,24 @@ export class PagesView {
   /** @param {State} state @param {Related|null} related */
   show(state, related) {
     this.shown = [state, related];
-    const width = this.box.clientWidth;
-    if (!width) return;
-    const held = this.held = state.holders(), first = state.hasSlots ? 0 : 1; // page 0 is never handed out
-    const count = Math.max(state.numPages + first, ...[...held.keys()].map(page => page + 1));
+    this.held = state.holders();
+    this.canvas.setAttribute("aria-label", `${this.held.size} of ${state.numPages} ${state.hasSlots ? "slots" : "pages"} are in use`);
+    this.draw();
+  }
+
+  draw() {
+    const {box, held} = this, width = box.clientWidth;
+    if (!width || !this.shown) return;
+    const [{numPages, hasSlots}, related] = this.shown, count = numPages + (hasSlots ? 0 : 1); // page 0 is never handed out
     this.size = Math.min(LARGEST, Math.max(SMALLEST, Math.floor(Math.sqrt(width * TALLEST / count))));
     this.columns = Math.max(1, Math.floor(width / this.size));
-    const colour = colours(this.box), gap = this.size > 6 ? 2 : 1, side = this.size - gap;
-    const pen = penOf(this.canvas, this.columns * this.size, Math.ceil(count / this.columns) * this.size);
-    for (let page = 0; page < count; page++) {
-      const x = page % this.columns * this.size, y = Math.floor(page / this.columns) * this.size, holders = held.get(page);
+    const height = Math.ceil(count / this.columns) * this.size;
+    this.all.style.height = `${height}px`;
+    const colour = colours(box), gap = this.size > 6 ? 2 : 1, side = this.size - gap, top = box.scrollTop, sight = Math.min(height, box.clientHeight);
+    const pen = penOf(this.canvas, this.columns * this.size, sight);
+    const first = Math.floor(top / this.size) * this.columns, end = Math.min(count, Math.ceil((top + sight) / this.size) * this.columns);
+    for (let page = first; page < end; page++) {
+      const x = page % this.columns * this.size, y = Math.floor(page / this.columns) * this.size - top, holders = held.get(page);
       pen.globalAlpha = related && !related.pages.has(page) ? 0.22 : 1;
       pen.fillStyle = colour.soft;
       if (holders) pen.fillStyle = holders.requests.length ? ownerColour(this.order.get(holders.requests[0]) ?? 0) : colour.waiting;
@@ -56,7 +66,6 @@ export class PagesView {
       if (!holders) pen.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
       if (holders && holders.requests.length > 1 && side > 4) { pen.fillStyle = colour.back; pen.fillRect(x + side / 2 - 2, y + side / 2 - 2, 4, 4); }
     }
-    this.canvas.setAttribute("aria-label", `${held.size} of ${state.numPages} ${state.hasSlots ? "slots" : "pages"} are in use`);
   }
 
   close() { this.resized.disconnect(); }

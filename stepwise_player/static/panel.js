@@ -146,8 +146,8 @@ export class Panel {
 
   /** Place in the code of this milestone, or else of the latest one before it, that emits an event. @param {TraceEvent} event */
   placeIn(event) {
-    const isOverlapped = this.lanes.work.length > 0, [role] = event.engine.split("-");
-    const known = (this.settings.links[event.event] ?? []).filter(({where}) => where.slice(0, 2) <= this.trace.milestone && (isOverlapped || !where.includes("/overlap/")));
+    const isOverlapped = this.lanes.work.length > 0, [role] = event.engine.split("-"), {links} = this.settings;
+    const known = (Object.hasOwn(links, event.event) ? links[event.event] : []).filter(({where}) => where.slice(0, 2) <= this.trace.milestone && (isOverlapped || !where.includes("/overlap/")));
     const isOfOthers = (/** @type {string} */ where) => where.includes("/disaggregation/") && ROLES.every(one => one !== role || !where.includes(`/${one}`));
     return known.findLast(({where}) => !isOfOthers(where)) ?? known.at(-1);
   }

@@ -17,6 +17,7 @@ class Player {
     this.root = root; this.x = 0; this.byTime = false; this.last = 0; this.seconds = 0;
     /** @type {ReturnType<typeof setTimeout>|null} */
     this.timer = null;
+    this.closed = new AbortController();
     this.settings = settings;
     this.panels = runs.map(run => new Panel(run.name, new Trace(parse(run.text)), settings, (panel, place) => this.go(panel, place)));
     this.slider = make("input", {type: "range", min: "0", value: "0", "aria-label": "step"});
@@ -39,12 +40,14 @@ class Player {
     panels.forEach(panel => { panel.title.hidden = panels.length === 1; });
     const link = make("a", {class: "code", href: `${settings.steps}${panels[0].trace.milestone}/`}, "one step, all of it");
     link.hidden = !settings.steps;
+    SHOWN.get(root)?.close();
+    SHOWN.set(root, this);
     root.replaceChildren(make("div", {class: "controls", role: "toolbar", "aria-label": "player"}, button("|◀", "first step (Home)", () => this.set(0)),
       button("◀", "step back (←)", () => this.move(-1)), this.playing, button("▶|", "step (→)", () => this.move(1)),
       this.slider, this.label, this.speed, this.align, link), this.spoken, make("div", {class: "panels"}, ...panels.map(panel => panel.element)));
     root.classList.add("stepwise-player");
     root.classList.toggle("two", panels.length > 1);
-    root.addEventListener("keydown", event => this.key(event));
+    root.addEventListener("keydown", event => this.key(event), {signal: this.closed.signal});
   }
 
   /** @param {KeyboardEvent} event */
@@ -119,11 +122,15 @@ class Player {
   }
 
   close() {
+    this.closed.abort();
     if (this.timer) clearTimeout(this.timer);
     this.panels.forEach(panel => panel.close());
     this.root.replaceChildren();
   }
 }
+
+/** The player in an element, which the next one replaces. @type {WeakMap<HTMLElement, Player>} */
+const SHOWN = new WeakMap();
 
 /** Show runs in an element; throws an Error with a message for the reader if a text is no trace.
     @param {HTMLElement} root @param {Run[]} runs @param {Partial<Settings>} settings */

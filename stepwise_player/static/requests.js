@@ -73,7 +73,7 @@ export class Lanes {
   /** @param {TraceEvent} event @param {number} place @param {number} index */
   apply(event, place, index) {
     for (const id of new Set(idsOf(event))) this.of(id, place).history.push(index);
-    const handler = HANDLERS[event.event];
+    const handler = Object.hasOwn(HANDLERS, event.event) ? HANDLERS[event.event] : null;
     if (handler && (event.engine === this.home || !WHOLE.has(event.event))) handler(this, event, place);
   }
 

@@ -27,6 +27,8 @@ export class State {
     this.ends = new Map();
     /** @type {Map<number, Node>} */
     this.nodes = new Map();
+    /** Pages of a request that another engine will fill. @type {Map<string, number>} */
+    this.awaited = new Map();
     /** Tokens of the prompts. @type {Map<string, number>} */
     this.lengths = new Map();
     /** Totals since the start. */
@@ -34,15 +36,15 @@ export class State {
   }
 
   copy() {
-    const {batches, memory, totals, tables, ends, nodes, lengths} = this;
+    const {batches, memory, totals, tables, ends, nodes, awaited, lengths} = this;
     return Object.assign(new State(), this, {
       batches: batches.slice(), memory: {...memory}, totals: {...totals}, tables: new Map(tables), ends: new Map(ends), nodes: new Map(nodes),
-      lengths: new Map(lengths),
+      awaited: new Map(awaited), lengths: new Map(lengths),
     });
   }
 
   /** @param {TraceEvent} event */
-  apply(event) { HANDLERS[event.event]?.(this, event); }
+  apply(event) { if (Object.hasOwn(HANDLERS, event.event)) HANDLERS[event.event](this, event); }
 
   /** The batch of a step. @param {number} step */
   batchOf(step) { return this.batches.find(batch => batch.step === step) ?? null; }
@@ -76,6 +78,7 @@ export class State {
     const sizes = {protected: 0, owned: 0, evictable: 0, free: 0};
     for (const {locked, tokens} of this.nodes.values()) sizes[locked > 0 ? "protected" : "evictable"] += tokens;
     for (const {node} of this.holders().values()) if (node === null) sizes.owned += this.pageSize;
+    for (const count of this.awaited.values()) sizes.owned += count * this.pageSize;
     sizes.free = this.numPages * this.pageSize - sizes.protected - sizes.evictable - sizes.owned;
     return sizes;
   }
@@ -97,7 +100,7 @@ export class State {
   }
 
   /** @param {string} id */
-  drop(id) { this.tables.delete(id); this.ends.delete(id); }
+  drop(id) { this.tables.delete(id); this.ends.delete(id); this.awaited.delete(id); }
 
   /** @param {number} id @param {Partial<Node>} change */
   change(id, change) {
@@ -157,7 +160,9 @@ const HANDLERS = {
   free(s, e) { s.memory.used -= e.tokens; if (s.memory.reserved) s.memory.reserved += e.tokens; },
   // m4 and later
   inserted(s, e) { // an insertion that adds nothing names the node that has it all
-    if (e.token_ids?.length) s.nodes.set(e.node, {parent: e.parent, tokens: e.token_ids.length, pages: e.pages, locked: 0, step: e.step});
+    if (e.last_access_time != null) { if (e.token_ids?.length) s.nodes.set(e.node, {parent: e.parent, tokens: e.token_ids.length, pages: e.pages, locked: 0, step: e.step}); }
+    else e.pages.forEach((/** @type {number} */ id, /** @type {number} */ i) => // in a table of hashes, each page is a node
+      s.nodes.set(id, {parent: i ? e.pages[i - 1] : e.parent, tokens: s.pageSize, pages: [id], locked: 0, step: e.step}));
   },
   split(s, e) {
     const lower = s.nodes.get(e.node);
@@ -168,7 +173,10 @@ const HANDLERS = {
   },
   locked(s, e) {
     for (const id of s.path(e.node)) s.change(id, {locked: (s.nodes.get(id)?.locked ?? 0) + e.delta, step: e.step});
-    if (e.rid && e.delta > 0 && s.tables.has(e.rid)) s.attach(e.rid, e.node);
+    if (!e.rid) return;
+    if (e.delta < 0) { if (!s.tables.has(e.rid)) s.ends.delete(e.rid); }
+    else if (s.tables.has(e.rid)) s.attach(e.rid, e.node);
+    else s.ends.set(e.rid, e.node);
   },
   evicted: (s, e) => e.nodes?.forEach((/** @type {number} */ id) => s.nodes.delete(id)),
   cache_flushed: s => s.nodes.clear(),
@@ -176,5 +184,9 @@ const HANDLERS = {
   released: (s, e) => s.cut(e.rid, Math.ceil(e.start / s.pageSize)),
   retract: (s, e) => s.drop(e.rid),
   // m6: KV from another engine
-  chunk_received: (s, e) => s.put(e.rid, s.tables.get(e.rid)?.length ?? 0, e.pages),
+  room_taken(s, e) { s.attach(e.rid, s.ends.get(e.rid) ?? 0); s.awaited.set(e.rid, e.num_pages); },
+  chunk_received(s, e) {
+    s.put(e.rid, s.tables.get(e.rid)?.length ?? 0, e.pages);
+    s.awaited.set(e.rid, (s.awaited.get(e.rid) ?? 0) - e.pages.length);
+  },
 };

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from m1_single_request.player import main
-from stepwise_player.page import STATIC
+from stepwise_player.page import STATIC, bundle
 
 pytestmark = pytest.mark.browser
 MORE = pytest.mark.exhaustive
@@ -158,6 +159,133 @@ def test_the_memory_without_pages_is_what_requests_hold_and_what_is_reserved(sho
             assert shown["memory"] == [f"{used:,} in use"] * (used > 0) + [f"{reserved - used:,} reserved and empty"]
             padded = line["padded_tokens"]
             assert shown["step"].endswith(f"and {padded} place{'s' * (padded > 1)} of padding") == (padded > 0)
+
+
+def recorded(folder: Path, *, group: Any = None, cache: Any = "radix") -> Path:
+    """Three requests in little memory, audited after each step; one leaves before its end. `group`: of engines."""
+    import m6_multimodal_pd as face
+
+    path, prompt = folder / "run.jsonl", list(range(5, 29))
+    memory = face.CacheConfig(max_total_tokens=96, page_size=4, prefix_cache=cache, debug=True)
+    trace = face.TraceConfig(jsonl=path)
+    with face.LLMEngine(cache_config=memory, disaggregation_config=group, trace_config=trace) as engine:
+        for number in range(3):
+            params = face.SamplingParams(max_tokens=12, ignore_eos=True)
+            engine.add_request([*prompt[: 12 + 6 * number], 40 + number], params, request_id=f"r{number}")
+            engine.step()
+        for number in range(40):
+            engine.step()
+            if number == 4:
+                engine.abort_request("r2")
+        engine.generate([70, *prompt], face.SamplingParams(max_tokens=40, ignore_eos=True))
+    return path
+
+
+ORACLE = """text => {
+    const states = {}, found = {};
+    const uses = {
+        available: "free", evictable: "evictable", protected: "protected", owned: "owned",
+    };
+    for (const event of in_trace.parse(text)) {
+        const state = states[event.engine] ??= new in_state.State();
+        state.apply(event);
+        if (event.event !== "audit") continue;
+        const memory = state.memoryByUse();
+        const missing = event.total - Object.keys(uses).reduce((sum, use) => sum + event[use], 0);
+        const wrong = Object.entries(uses).filter(([use, name]) => memory[name] !== event[use]).map(([, name]) => name);
+        (found[event.engine] ??= []).push(missing ? [`${missing} missing`, ...wrong] : wrong);
+    }
+    return found;
+}"""
+
+
+@MORE
+@pytest.mark.parametrize("cache", ["radix", "hash", "chunk", "two engines"])
+def test_the_memory_of_any_cache_and_of_two_engines_is_used_as_they_count_it(
+    browser: Any, tmp_path: Path, cache: str
+) -> None:
+    """Also while KV is on its way: one engine holds the pages of a prompt, the other has taken room for it."""
+    from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+
+    group = DisaggregationConfig(prefill=1, decode=1, transport="in_process")
+    path = recorded(tmp_path, group=group) if cache == "two engines" else recorded(tmp_path, cache=cache)
+    page = browser.new_page()
+    page.add_script_tag(content=bundle())
+    found = page.evaluate(ORACLE, path.read_text(encoding="utf-8"))
+    page.close()
+    assert sum(map(len, found.values())) > 25 and len(found) == 1 + (cache == "two engines")
+    assert [(engine, i, wrong) for engine, each in found.items() for i, wrong in enumerate(each) if wrong] == []
+
+
+@MORE
+def test_two_players_in_one_element_are_one(browser: Any) -> None:
+    """The first one is closed: it no longer plays, and hears no keys."""
+    page = browser.new_page()
+    page.add_script_tag(content=bundle())
+    found = page.evaluate(
+        """async text => {
+            const runs = [{name: "run", text}], first = mount(document.body, runs);
+            first.toggle();
+            const second = mount(document.body, runs), control = document.querySelector(".controls input");
+            control.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true}));
+            await new Promise(resolve => setTimeout(resolve, 1000));
+            return [first.x, second.x];
+        }""",
+        GOLDEN["m2"].read_text(encoding="utf-8"),
+    )
+    page.close()
+    assert found == [0, 1]
+
+
+@MORE
+def test_odd_names_and_sizes_do_no_harm(show: Any, tmp_path: Path) -> None:
+    """Names that every object of JavaScript has, an id as long as it may be, and the memory of a large GPU."""
+    path, rid = tmp_path / "odd.jsonl", "x" * 4096
+    lines = [
+        {"step": 0, "event": "kv_sized", "num_blocks": 4_000_000, "block_size": 1},
+        {"step": 0, "event": "request_added", "rid": rid, "len": 200_000},
+        {"step": 0, "event": "request_added", "rid": "__proto__", "len": 1},
+        {"step": 1, "event": "constructor", "rid": "constructor"},
+        {"step": 1, "event": "blocks_allocated", "owner": rid, "block_ids": list(range(200_000))},
+        {"step": 1, "event": "batch", "rids": [rid, "__proto__"], "mode": "decode"},
+        {"step": 1, "event": "result", "rid": "__proto__", "new_text": "hello"},
+        {"step": 1, "event": "step_done"},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    shown = show(path)
+    assert shown.text(".texts") == "__proto__ hello"
+    canvas = shown.page.locator(".pages canvas")
+    assert canvas.get_attribute("aria-label") == "200000 of 4000000 pages are in use"
+    assert canvas.evaluate("canvas => canvas.height") < 1000, "only what is in sight is drawn"
+    shown.page.locator(".pages").evaluate("box => box.scrollTo(0, box.scrollHeight)")
+    box = canvas.bounding_box()
+    canvas.click(position={"x": 2, "y": box["height"] - 2})
+    last = int(shown.text(".right h4").rsplit(" ", 1)[1])
+    assert 3_999_000 < last <= 4_000_000
+
+
+@MORE
+def test_a_gzipped_file_that_is_cut_says_so(show: Any, tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(gzip.compress(GOLDEN["m2"].read_bytes())[:-9])
+    assert show(path).text("#player") == "The trace cannot be shown: The gzipped file is damaged, or not whole."
+
+
+@MORE
+def test_a_page_replaces_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(GOLDEN["m2"].read_bytes())
+    with pytest.raises(SystemExit):
+        main([str(path), "-o", str(path)])
+    assert "is a trace, which the page would replace" in capsys.readouterr().err
+    assert path.read_bytes() == GOLDEN["m2"].read_bytes()
+
+
+@MORE
+def test_the_name_of_a_file_need_not_be_text(show: Any, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.jsonl")
+    path.write_bytes(GOLDEN["m2"].read_bytes())
+    assert show(path).text("output") == "step 1 of 10"
 
 
 @MORE
