@@ -160,8 +160,9 @@ const HANDLERS = {
   free(s, e) { s.memory.used -= e.tokens; if (s.memory.reserved) s.memory.reserved += e.tokens; },
   // m4 and later
   inserted(s, e) { // an insertion that adds nothing names the node that has it all
-    if (e.last_access_time != null) { if (e.token_ids?.length) s.nodes.set(e.node, {parent: e.parent, tokens: e.token_ids.length, pages: e.pages, locked: 0, step: e.step}); }
-    else e.pages.forEach((/** @type {number} */ id, /** @type {number} */ i) => // in a table of hashes, each page is a node
+    const tokens = e.insert_len - e.existing;
+    if (e.last_access_time != null) { if (tokens) s.nodes.set(e.node, {parent: e.parent, tokens, pages: e.pages ?? [], locked: 0, step: e.step}); }
+    else e.pages?.forEach((/** @type {number} */ id, /** @type {number} */ i) => // in a table of hashes, each page is a node
       s.nodes.set(id, {parent: i ? e.pages[i - 1] : e.parent, tokens: s.pageSize, pages: [id], locked: 0, step: e.step}));
   },
   split(s, e) {
@@ -186,6 +187,7 @@ const HANDLERS = {
   // m6: KV from another engine
   room_taken(s, e) { s.attach(e.rid, s.ends.get(e.rid) ?? 0); s.awaited.set(e.rid, e.num_pages); },
   chunk_received(s, e) {
+    if (!e.pages) return;
     s.put(e.rid, s.tables.get(e.rid)?.length ?? 0, e.pages);
     s.awaited.set(e.rid, (s.awaited.get(e.rid) ?? 0) - e.pages.length);
   },

@@ -30,13 +30,13 @@ export function parse(text) {
   return events;
 }
 
-/** An event that another engine reported, as that engine's own. @param {any} data @returns {TraceEvent} */
+/** An event that another engine reported, as that engine's own: reports leave long ids and very long fields out. @param {any} data @returns {TraceEvent} */
 function normal(data) {
   if (typeof data?.event !== "string" || typeof data.step !== "number") throw new Error("no event");
   const sentence = data.sentence ?? data.event.replaceAll("_", " ");
   if (data.event !== "reported") return {engine: "", ...data, sentence};
   const own = Object.fromEntries(data.facts);
-  return {...own, rids: own.rids ?? data.rids, engine: data.engine, step: data.its_step, time: data.time, event: data.what, sentence: data.text ?? sentence};
+  return {...own, rid: own.rid ?? data.rids?.[0], rids: own.rids ?? data.rids, engine: data.engine, step: data.its_step, time: data.time, event: data.what, sentence: data.text ?? sentence};
 }
 
 export class Trace {

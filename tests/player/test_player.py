@@ -162,7 +162,10 @@ def test_the_memory_without_pages_is_what_requests_hold_and_what_is_reserved(sho
 
 
 def recorded(folder: Path, *, group: Any = None, cache: Any = "radix") -> Path:
-    """Three requests in little memory, audited after each step; one leaves before its end. `group`: of engines."""
+    """Three requests in little memory, audited after each step; one leaves before its end. `group`: of engines.
+
+    Ids are longer than the words in a report of another engine.
+    """
     import m6_multimodal_pd as face
 
     path, prompt = folder / "run.jsonl", list(range(5, 29))
@@ -171,12 +174,12 @@ def recorded(folder: Path, *, group: Any = None, cache: Any = "radix") -> Path:
     with face.LLMEngine(cache_config=memory, disaggregation_config=group, trace_config=trace) as engine:
         for number in range(3):
             params = face.SamplingParams(max_tokens=12, ignore_eos=True)
-            engine.add_request([*prompt[: 12 + 6 * number], 40 + number], params, request_id=f"r{number}")
+            engine.add_request([*prompt[: 12 + 6 * number], 40 + number], params, request_id=f"{number:0100}")
             engine.step()
         for number in range(40):
             engine.step()
             if number == 4:
-                engine.abort_request("r2")
+                engine.abort_request(f"{2:0100}")
         engine.generate([70, *prompt], face.SamplingParams(max_tokens=40, ignore_eos=True))
     return path
 
