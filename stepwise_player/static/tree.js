@@ -7,7 +7,7 @@ import {drawn} from "./dom.js";
 /** @typedef {import("./state.js").State} State */
 
 const WIDTH = 104, HEIGHT = 24, GAP = 6, COLUMN = 128;
-const MOST_CHILDREN = 12, MOST_NODES = 240;
+const MOST_CHILDREN = 12, MOST_NODES = 240, MOST_DEPTH = 60; // a table of hashes has a node for each page of a prompt
 
 /** Draw the tree of a state. @param {HTMLElement} box @param {State} state @param {number} step @param {Related|null} related
     @param {(node: number) => void} select */
@@ -22,7 +22,7 @@ export function drawTree(box, state, step, related, select) {
       @returns {number} */
   function place(id, own, text, depth) {
     depths = Math.max(depths, depth); count += 1;
-    const shown = own.length > MOST_CHILDREN || count > MOST_NODES ? important(own) : own, left = own.length - shown.length;
+    const shown = depth > MOST_DEPTH ? [] : own.length > MOST_CHILDREN || count > MOST_NODES ? important(own) : own, left = own.length - shown.length;
     const heights = shown.map(child => place(child, children.get(child) ?? [], textOf(child), depth + 1));
     if (left) heights.push(place(null, [], `${left} more`, depth + 1));
     const y = heights.length ? (heights[0] + heights[heights.length - 1]) / 2 : row++ * (HEIGHT + GAP), x = depth * COLUMN;

@@ -268,6 +268,23 @@ def test_odd_names_and_sizes_do_no_harm(show: Any, tmp_path: Path) -> None:
 
 
 @MORE
+def test_a_long_prompt_in_a_table_of_hashes_is_shown(show: Any, tmp_path: Path) -> None:
+    """Each of its pages is a node, below the one before it."""
+    path, pages = tmp_path / "long.jsonl", list(range(1, 8001))
+    inserted = {"rid": "a", "node": 8000, "parent": 0, "insert_len": 8000, "existing": 0, "pages": pages}
+    lines = [
+        {"step": 0, "event": "kv_sized", "num_blocks": 9000, "block_size": 1},
+        {"step": 1, "event": "inserted", **inserted, "last_access_time": None},
+        {"step": 1, "event": "locked", "rid": "a", "node": 8000, "delta": 1},
+        {"step": 1, "event": "step_done"},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    shown = show(path)
+    assert shown.texts(".memory .key") == ["8,000 cached, in use", "1,000 free"]
+    assert 50 < shown.page.locator(".tree .node").count() < 100
+
+
+@MORE
 def test_a_gzipped_file_that_is_cut_says_so(show: Any, tmp_path: Path) -> None:
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes(gzip.compress(GOLDEN["m2"].read_bytes())[:-9])
