@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mkdocs.structure.pages import Page
-
 ROOT = Path(__file__).parents[1]
 CARDS = "[cards]()"
 MINUTES = re.compile(r"^\*(\d+) minutes to read", re.M)
@@ -126,7 +124,7 @@ COURSE = (
 )
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put the cards."""
     if CARDS not in markdown:
         return markdown

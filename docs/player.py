@@ -14,11 +14,6 @@ import logging
 import re
 from typing import Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
-from mkdocs.utils import get_relative_url
-
 from stepwise_player.page import STATIC
 from stepwise_player.sources import sources
 
@@ -38,8 +33,10 @@ HEAD = """<link rel="stylesheet" href="{folder}/player.css">
 </head>"""
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
+def on_files(files: Any, config: Any) -> Any:
     """Add the player's modules, its style, and the places in the code that emit events."""
+    from mkdocs.structure.files import File
+
     for path in sorted(STATIC.iterdir()):
         files.append(File.generated(config, f"{FOLDER}/{path.name}", abs_src_path=str(path)))
     places = {kind: [{**place, "code": ""} for place in found] for kind, found in sources().items()}
@@ -47,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
     """Put an element for each player; `site.js` fills it."""
 
     def element(found: re.Match[str]) -> str:
@@ -65,12 +62,17 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
             return trace
         return file.url_relative_to(page.file)
 
-    base = get_relative_url("./", page.url)
+    base = top_of(page)
     return PLAYER.sub(element, markdown).replace(DROP, ZONE.format(base=base))
 
 
-def on_post_page(output: str, page: Page, **_: Any) -> str:
+def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Load the player on pages that have one."""
     if 'class="stepwise-player"' not in output and 'class="stepwise-drop"' not in output:
         return output
-    return output.replace("</head>", HEAD.format(folder=get_relative_url(FOLDER, page.url)), 1)
+    return output.replace("</head>", HEAD.format(folder=f"{top_of(page)}{FOLDER}"), 1)
+
+
+def top_of(page: Any) -> str:
+    """Return the address of the site's top, relative to a page."""
+    return "../" * page.url.count("/") or "./"
