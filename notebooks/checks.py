@@ -7,6 +7,7 @@ exception, so that a notebook with open exercises still runs to its end.
 
 import inspect
 import textwrap
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -77,7 +78,15 @@ def check(exercise: str, answer: Any) -> Verdict:
     except NotImplementedError:
         return Verdict(exercise, False, "Nothing is written here yet.")
     except Exception as error:
-        return Verdict(exercise, False, f"Your code raised {type(error).__name__}: {error}")
+        return Verdict(exercise, False, f"Your code raised {type(error).__name__}: {error}{_place(error, answer)}")
+
+
+def _place(error: Exception, answer: Any) -> str:
+    """The last line of the answer's cell that ran before the error, if there is one."""
+    functions = vars(answer).values() if isinstance(answer, type) else [answer]
+    files = {function.__code__.co_filename for function in functions if inspect.isfunction(function)}
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files and frame.line]
+    return f" (in `{lines[-1].name}`: `{lines[-1].line}`)" if lines else ""
 
 
 class Listing:
@@ -284,7 +293,7 @@ def grade_detokenizer(detokenizer_class: type) -> str:
     cases = [
         (text, tokenizer.encode(text), True) for text in (plain, "caf\u00e9 \u4e16\u754c", "\U0001f408\U0001f600!")
     ]
-    cases += [("half a cat", cat[:-1], True), ("half a cat and more", [*cat[:-1], *more], True)]
+    cases += [("3 of the 4 tokens of a cat", cat[:-1], True), ("these 3 and ' more'", [*cat[:-1], *more], True)]
     cases += [("a special token, to be skipped", marked, True), ("a special token, to be shown", marked, False)]
     for text, ids, skip in cases:
         detokenizer = detokenizer_class(tokenizer, skip_special_tokens=skip)
@@ -308,20 +317,23 @@ def grade_detokenizer(detokenizer_class: type) -> str:
             )
         if shown + detokenizer.tail() != whole:
             raise Mismatch(f"{text!r}: shown and tail() together are {shown + detokenizer.tail()!r}, not {whole!r}.")
-    _grade_rewind(detokenizer_class(tokenizer), tokenizer.encode("one two"), tokenizer)
+    for text in ("one two", "\U0001f408"):
+        _grade_rewind(detokenizer_class(tokenizer), text, tokenizer)
     return "Plain text at once, characters only when they are whole, broken bytes and special tokens; rewind() works."
 
 
-def _grade_rewind(detokenizer: Any, ids: list[int], tokenizer: Any) -> None:
+def _grade_rewind(detokenizer: Any, text: str, tokenizer: Any) -> None:
+    ids = tokenizer.encode(text)
     detokenizer.push(ids[0])
     before = detokenizer.mark()
     detokenizer.push(ids[-1])
     detokenizer.rewind(before)
     for token_id in ids[1:]:
         detokenizer.push(token_id)
-    if detokenizer.text != tokenizer.decode(ids):
+    if detokenizer.text != text:
         raise Mismatch(
-            f"After mark(), a token and rewind(), the text is {detokenizer.text!r}, not {tokenizer.decode(ids)!r}."
+            f"{text!r}: one token, mark(), another, rewind(), then the rest of the tokens: the text is "
+            f"{detokenizer.text!r}. Does rewind() restore everything that push() changes?"
         )
 
 
@@ -383,7 +395,10 @@ def _streamed(scripts: Iterable[tuple[list[int], SamplingParams]], output_proces
     with LLMEngine(parts={"output_processor": output_processor_class}) as engine:
         for token_ids, params in scripts:
             engine.engine_core.sampler = _Script(token_ids)
-            yield [output.text for output in engine.stream(ids_of(1), params)]
+            outputs = list(engine.stream(ids_of(1), params))
+            if (error := outputs[-1].error) is not None:
+                raise Mismatch(f"Your code raised {type(error).__name__}: {error}.")
+            yield [output.text for output in outputs]
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------

@@ -70,16 +70,27 @@ RIGHT: RightAnswers = [("m1.off_by_one", changed(COUNT, "return sequence.get_len
 
 SHOWN, WHOLE = r'self.decode(self.ids).rstrip("\ufffd")', "self.decode(self.ids)"
 IS_BROKEN = r'if "\ufffd" in self.decode(self.ids) else'
+PUSHED = f"""self.ids.append(token_id)
+        self.text = {SHOWN}"""
+LATE = """self.ids.append(token_id)
+        self.late.append(token_id)
+        if not (text := self.decode(self.late)).endswith("\\ufffd"):
+            self.text, self.late = self.text + text, []  # forgets rewind()"""
+TAIL, JOINED = f"{WHOLE}[len(self.text):]", "self.decode(self.late)"
 changed = LESSON.solution("HastyDetokenizer")
 WRONG["m1.detokenizer"] = [
     (planted("HastyDetokenizer"), "is shown, which is not how it goes on"),
     (changed(SHOWN, "self.text"), "Nothing there needs to wait"),
     (changed(SHOWN, f'"" {IS_BROKEN} {WHOLE}'), "was shown and then taken back"),
     (changed(f"{WHOLE}[len(self.text):]", '""'), "tail() together"),
-    (changed("del self.ids[mark[0]:]", "pass"), "After mark(), a token and rewind()"),
+    (changed("del self.ids[mark[0]:]", "pass"), "rewind(), then the rest of the tokens: the text is"),
     (changed(SHOWN, f"self.text {IS_BROKEN} {WHOLE}"), "Only an end that is broken may wait"),
     (changed(", skip_special_tokens=self.skip_special_tokens", ""), "skip_special_tokens=True"),
     (changed("tokens=self.skip_special_tokens", "tokens=True"), "a special token, to be shown"),
+    (
+        changed('self.text = ""', 'self.text, self.late = "", []', PUSHED, LATE, TAIL, JOINED),
+        "'\U0001f408': one token, mark()",
+    ),
 ]
 
 HELD = "held_back(detokenizer.text, request.sampling_params.stop)"
@@ -92,4 +103,5 @@ WRONG["m1.output_processor"] = [
     (changed(" + detokenizer.tail()", ""), "An end in half a character: at the end 'Look ' is shown"),
     (changed("return detokenizer.text[: len(detokenizer.text) - held]", "return None"), "return a text"),
     (changed("[: request.sequence.text_end]", ""), "at the end 'Look! Observation:"),
+    (changed(HELD, "detokenizer.held"), "Your code raised AttributeError: ", "has no attribute 'held'"),
 ]
