@@ -80,6 +80,7 @@ def grade_admit(admit: Callable[[Sequence[int], int, int, int], int]) -> str:
         got = admit(list(prompt_lens), num_running, max_num_seqs, budget)
         wanted = _num_joining(prompt_lens, num_running, max_num_seqs, budget)
         if got != wanted or not isinstance(got, int):
+            hint = hint if isinstance(got, int) else "Return a whole number."
             raise Mismatch(
                 f"Prompts of {list(prompt_lens)} tokens wait, {num_running} requests run, max_num_seqs is "
                 f"{max_num_seqs} and max_num_batched_tokens {budget:,}: {wanted} of them join, you say {short(got)}. "
@@ -124,6 +125,7 @@ def grade_padding(padding: Callable[[Sequence[int], Sequence[int]], int]) -> str
     for prompt_lens, decode_slots, hint in STEPS:
         got, wanted = padding(list(prompt_lens), list(decode_slots)), _num_padded(prompt_lens, decode_slots)
         if got != wanted or not isinstance(got, int):
+            hint = hint if isinstance(got, int) else "Return a whole number."
             raise Mismatch(
                 f"A step with prompts of {list(prompt_lens)} tokens and decodes in the slots {list(decode_slots)} has "
                 f"{wanted} places of padding, you say {short(got)}. {hint}"
@@ -237,7 +239,7 @@ def _grade_queue_alone(queue_class: type) -> None:
         return processor.process_request(rid, ids_of(length), SamplingParams(), number=0, arrival_time=0.0)
 
     def expect(wanted: list[str], hint: Mapping[tuple[str, ...], str], when: str) -> None:
-        got = [waiting.request_id for waiting in queue]
+        got = _emptied(queue)
         if got != wanted:
             why = hint.get(tuple(got), "")
             raise Mismatch(f"{when} the queue should be {wanted}, yours is {got}.{why and ' '}{why}")
@@ -257,6 +259,22 @@ def _grade_queue_alone(queue_class: type) -> None:
     first = queue.pop_request()
     queue.remove_requests([made["seven"]])
     expect(["three too", "nine"], {}, f"After pop_request(), which gave {first.request_id!r}, and an abort of 'seven'")
+
+
+def _emptied(queue: Any) -> list[str]:
+    """The ids of a queue in the order in which the scheduler would take them; afterwards they wait again."""
+    taken = []
+    for _ in range(len(queue)):
+        first = queue.peek_request()
+        taken.append(queue.pop_request())
+        if taken[-1] is not first:
+            raise Mismatch(
+                f"peek_request() returns {first.request_id!r}, and pop_request() then {taken[-1].request_id!r}. It "
+                "must be the same request: the scheduler looks whether the first one fits, and then takes it."
+            )
+    for request in taken:
+        queue.add_request(request)
+    return [request.request_id for request in taken]
 
 
 # --- the lab ----------------------------------------------------------------------------------------------------------
@@ -279,6 +297,11 @@ def grade_starved_decode(scheduler_class: type) -> str:
             engine.add_request(ids_of(PROMPT_LEN), SamplingParams(max_tokens=1), request_id=f"prompt {number}")
             finished |= run_steps(engine, limit=1)
         finished |= run_steps(engine, limit=200)
+    for number, batch in enumerate(watch.steps, start=1):
+        if len(set(batch.rids)) < len(batch.rids):
+            raise Mismatch(
+                f"Step {number} runs {', '.join(batch.rids)}: a request gets one token in a step, and this one has two."
+            )
     if (most := max(sum(batch.extend_lens) for batch in watch.steps)) > BUDGET:
         raise Mismatch(f"A step has {most} tokens; max_num_batched_tokens is {BUDGET}.")
     for rid in writers:

@@ -21,7 +21,7 @@ WRONG["m2.admit"] = [
     (changed("budget_left -= length", "pass"), "share one budget"),
     (changed("break", "continue"), "Nobody overtakes"),
     (changed("0, max_num_batched_tokens", "0, max_num_batched_tokens - num_running"), "The prompts go first"),
-    (lambda *_: None, "3 of them join, you say None"),
+    (lambda *_: None, "3 of them join, you say None. Return a whole number"),
 ]
 
 PADDING = "prefill + rows - len(decode_slots)"
@@ -48,9 +48,27 @@ WRONG["m2.slot_manager"] = [
     (changed(LOWEST, "len(self.slots)"), "The lowest free slot is 1"),
     (changed("return []", "return [self.slots[request_id]]"), "Nothing is new to it"),
     (changed(FREED, "pass"), "Its slot is free again"),
-    (changed(FREED, "del self.slots[request_id]"), "Your code raised KeyError"),
+    (changed(FREED, "del self.slots[request_id]"), "Your code raised KeyError: 'b'"),
     (changed(FREED, f'request_id == "req-5" or {FREED}'), "check_invariants() fails after step"),
 ]
+
+
+class TakesTheShortest(FCFSRequestQueue):
+    """Keeps the order of arrival, and forgets that the scheduler looks before it takes."""
+
+    def shortest(self):
+        return min(self, key=lambda request: request.sequence.get_prompt_len())
+
+    def pop_request(self):
+        request = self.shortest()
+        self.remove(request)
+        return request
+
+
+class LooksForTheShortest(TakesTheShortest):
+    def peek_request(self):
+        return self.shortest()
+
 
 changed = LESSON.solution("ShortestPromptFirst")
 WRONG["m2.shortest_first"] = [
@@ -58,6 +76,7 @@ WRONG["m2.shortest_first"] = [
     (changed("() > length", "() < length"), "That is the longest first"),
     (changed("() > length", "() >= length"), "the earlier goes first"),
     (changed("self.insert(next(longer, len(self)), request)", "pass"), "does add_request() put the request in?"),
+    (TakesTheShortest, "peek_request() returns 'nine', and pop_request() then 'three'"),
 ]
 
 WAS_LEFT_OUT = "if request.request_id in self.left_out:"
@@ -73,10 +92,14 @@ WRONG["m2.starved_decode"] = [
         changed(WAS_LEFT_OUT, f"if not plan.num_scheduled_tokens and {WAS_LEFT_OUT[3:]}"),
         "The running request 'third' got a token in step 1",
     ),
+    (changed("if request.request_id not in plan.num_scheduled_tokens:", "if True:"), "and this one has two"),
     (
         changed(ADMITTED, f"{ADMITTED}; plan.budget_left += len(running)"),
         "A step has 18 tokens; max_num_batched_tokens is 16",
     ),
 ]
 TAKES_TURNS = f"self.turn = not getattr(self, 'turn', False)\n        if self.turn:\n            {ADMITTED}"
-RIGHT: RightAnswers = [("m2.starved_decode", changed(WAS_LEFT_OUT, "if False:", ADMITTED, TAKES_TURNS))]
+RIGHT: RightAnswers = [
+    ("m2.starved_decode", changed(WAS_LEFT_OUT, "if False:", ADMITTED, TAKES_TURNS)),
+    ("m2.shortest_first", LooksForTheShortest),
+]
