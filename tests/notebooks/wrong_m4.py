@@ -22,7 +22,7 @@ SAME_FIRST_TOKEN = 'next((one for page, one in node["children"].items() if page[
 AT_LEAST_ONE = f"{WHOLE_PAGES}; same = max(same, page_size)"
 changed = LESSON.solution("match")
 WRONG["m4.match"] = [
-    (changed(HAS_MORE, "if True:"), "go down as long as something is found"),
+    (changed(HAS_MORE, "if True:"), "go down as long as a child begins with the next whole page"),
     (changed(WHOLE_PAGES, 'same = len(child["tokens"])'), "A request may end within a node"),
     (changed(WHOLE_PAGES, "pass"), "Only whole pages count"),
     (
@@ -62,6 +62,15 @@ WRONG["m4.split"] = [
     ),
     (changed('parent["children"][upper["tokens"][:page_size]] = upper', ""), "takes the old one's place"),
     (changed("return upper", "return None"), "you return None"),
+    (
+        changed(
+            'node["tokens"][:num_tokens],',
+            'list(node["tokens"][:num_tokens]),',
+            'upper["tokens"][',
+            'tuple(upper["tokens"])[',
+        ),
+        "A tuple is wanted",
+    ),
     (lambda node, num_tokens, page_size: node, "the old object keeps the tail"),
     (changed("return upper", REVERSED), "It must hold the same prefixes"),  # where it is tried at random
 ]
@@ -116,17 +125,20 @@ WRONG["m4.freed_while_mapped"] = [
         "The audit fails after step 1: a page is both free and mapped",
     ),
     (changed(WRITTEN, ""), "a page is both free and mapped"),
-    (changed(FREED, "slots[:0]"), "of 224 tokens are accounted for"),
-    (changed(FREED, OF_THE_ROW), "The audit fails after step 1"),
+    (changed(FREED, "slots[:0]"), "of 224 tokens are accounted for. The rest is neither free"),
+    (changed(FREED, OF_THE_ROW), "now it names those of the tree"),
     (changed(FREED, "slots[:existing]"), "page 1 is not in use: it was freed already"),
-    (changed("self._move_lock(req, match.last_device_node)", ""), "0 tokens are locked, and 64 are read"),
+    (
+        changed("self._move_lock(req, match.last_device_node)", ""),
+        "0 tokens are locked, and 64 are read. The lock of a request",
+    ),
     (changed("req.cache_protected_len = whole", ""), "The audit fails after step 1"),
     (changed("req.prefix_indices =", "unused ="), "The prefix_indices of"),
     (KeepsItsOwn, "Its duplicates hold what the tree holds, and are not free"),
 ]
 
 
-NOTHING_LEFT = "nothing is left to compute of again"
+NOTHING_LEFT = "nothing is left to compute of the second one"
 changed = LESSON.solution("TakesEverything")
 WRONG["m4.whole_hit"] = [
     (LESSON.defined("TakesEverything", {"Req": Req}), f"{NOTHING_LEFT}: without a new token there are no logits"),
