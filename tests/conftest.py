@@ -209,9 +209,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line("triton is not installed: its kernels were not tested")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A browser without a screen (Playwright)."""
+    """A browser without a screen (Playwright).
+
+    While it is open, its event loop runs in this thread: tests with a loop of their own belong into another module.
+    """
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
