@@ -1,11 +1,11 @@
 """The look of the site's pages: pictures for two schemes, notebooks without Jupyter's styles, examples of events.
 
-A hook of MkDocs after `hooks.py`, which is about links, and makes the checkout importable. The rules for all of it are
-in `assets/look.css`.
+A hook of MkDocs after `hooks.py`, which is about links. The rules for all of it are in `assets/look.css`.
 """
 
 import html
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,7 @@ def with_examples(content: str) -> str:
 
 def event_sentences() -> dict[str, str]:
     """Return an example of every event's sentence, by the full name of its class."""
+    sys.path.insert(0, str(ROOT))  # MkDocs takes back what a hook adds while it is loaded
     from tests.events.milestones import MILESTONES, examples  # here: this page alone needs the engines
 
     found: dict[str, str] = {}
