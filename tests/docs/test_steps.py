@@ -20,6 +20,7 @@ def page(milestone: str) -> tuple[str, set[str]]:
     return fill_steps(place_steps(text), "../../")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("milestone", PACKAGE)
 def test_the_record_is_that_of_todays_code(milestone: str) -> None:
     stored = json.loads((STEPS / f"{milestone}.json").read_text(encoding="utf-8"))
@@ -35,6 +36,7 @@ def test_steps_are_those_that_the_pages_name() -> None:
     assert "VisionTower.encode" in called["m6", "prefill"] and "VisionTower.encode" not in called["m6", "decode"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("milestone", PACKAGE)
 def test_a_page_shows_every_function_of_its_steps_once(milestone: str) -> None:
     text, anchors = page(milestone)

@@ -106,7 +106,7 @@ def with_sentences(folder: Path, name: str) -> tuple[Path, list[dict[str, Any]]]
     return path, lines
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", GOLDEN)
 def test_each_step_has_its_sentences_and_the_texts_so_far(show: Any, tmp_path: Path, name: str) -> None:
     path, lines = with_sentences(tmp_path, name)
@@ -576,6 +576,7 @@ MILESTONE = """async text => {
 }"""
 
 
+@MORE
 def test_a_trace_of_the_reader_is_dropped_or_chosen(site: Any, tmp_path: Path) -> None:
     site.evaluate(DROP, ["mine.jsonl", GOLDEN["m2"].read_text(encoding="utf-8")])
     site.wait_for_selector(".own .sentences li")
