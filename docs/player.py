@@ -2,7 +2,7 @@
 
     [player: What to look at.](assets/traces/m4.jsonl.gz)
     [player: What happens in the fifth step.](assets/traces/m4.jsonl.gz#5)
-    [player: What differs.](assets/traces/m4.jsonl.gz "with a cache") [beside](assets/traces/m4_off.jsonl.gz "without")
+    [player: What differs.](assets/traces/shared.jsonl.gz "cached") [beside](assets/traces/alone.jsonl.gz "without")
 
 Two links are two runs side by side, with their titles as names. `[player: drop]()` is a place for traces of the reader.
 A player loads its traces once it is in sight. The modules of `stepwise_player` are files of the site.
