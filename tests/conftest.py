@@ -9,6 +9,7 @@ And which tests run:
 - Of the parameter sets of a test marked `sample(n)`, n run by default, spread evenly. Where it is marked `sample`, as
   many as have every value of every parameter; with `sample(of=...)`, a function of the parameters, as many as have
   every value that it returns. The others are exhaustive. Those marked `alone` have a sample of their own: m1's.
+- A test marked `minutes` takes minutes, and runs before the others, so that the workers end together.
 - A test made by hypothesis runs on a fifth of its examples by default (`tests/support/amounts.py`), and is exhaustive
   too: with `-m` it has all of them.
 - A test marked `browser` needs Chromium or Chrome; where there is none, it is deselected, and a closing line says so.
@@ -91,6 +92,7 @@ def wants_all(config: pytest.Config) -> bool:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark what is exhaustive; after -m and -k have chosen, take out what does not run, and keep a line about it."""
+    items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
     mark_the_rest_of_samples(items)
     if wants_all(config):
         for item in items:

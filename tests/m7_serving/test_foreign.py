@@ -10,7 +10,8 @@ from tests.foreign.checks import CHECKS
 from tests.foreign.environment import ROOT, Environment
 
 
-@pytest.mark.exhaustive  # four minutes; the environment has 2.4 GB, and stays in the checkout for later runs
+@pytest.mark.minutes
+@pytest.mark.exhaustive  # the environment has 2.4 GB, and stays in the checkout for later runs
 def test_foreign_tools_find_no_fault(tmp_path: Path) -> None:
     tools = Environment(Path(os.environ.get("STEPWISE_FOREIGN_VENV", ROOT / ".venv-foreign")))
     try:
