@@ -24,7 +24,12 @@ COMMANDS = {
     "m1": Command("m1", "recomputing against the KV cache, prefill and decode, the roofline", "2 min"),
     "m2": Command("m2", "batching: one by one, static, continuous; limits and padding", "6 min"),
     "m3": Command("m3", "blocks: speed against transformers, memory, preemption, sharing, the roofline", "15 min"),
-    "m4": Command("m4", "prefix cache: tokens and time saved, its own cost, eviction, gaps of a stream", "10 min"),
+    "m4": Command(
+        "m4", "prefix cache: tokens and time saved, its own cost, eviction, gaps of a stream, priorities", "18 min"
+    ),
+    "m4_tiers": Command(
+        "m4_tiers", "host memory and disk: turns of a chat, hit rates, copies, restart, break-even", "60 min"
+    ),
     "m5": Command("m5", "budget of a step, gaps, speculation, scheduling", "12 min"),
     "m6": Command("m6", "pictures: first tokens, the vision tower, gaps, steps beside m5's, reading", "4 min"),
     "m6_pd": Command("m6_pd", "prefill and decode apart: bytes, bandwidth, overhead, gaps, the roofline", "5 min"),
@@ -37,7 +42,7 @@ COMMANDS = {
     "peers": Command("peers", "llama.cpp, OpenVINO, vLLM and transformers beside m6, on one CPU", "60 min"),
     "limits": Command("peers.limits", "memory, arithmetic and Python of the loads of `peers` in m6", "10 min"),
     "player": Command("player", "the page that replays a trace of 100,000 events, in a browser", "3 min"),
-    "against": Command("against", "this checkout against another one, every milestone", "9 min"),
+    "against": Command("against", "this checkout against another one, every milestone", "10 min"),
 }
 
 

@@ -59,6 +59,8 @@ CASES = {
     "m3": Case("m3", work(16, 192)),
     "m3, one stream, 2 threads": Case("m3", work(1, 384), process={"threads": 2}),
     "m4, shared prefixes": Case("m4", work(16, 24, (256, 256), 224)),
+    "m4, prompts": Case("m4", work(8, 1, (256, 256)), "first tokens/s", times=2),
+    "m4, a decode step": Case("m4", work(16, 96), "tok/s of a step"),
     "m5, ragged": Case("m5", work(64, 24, (4, 128)), settings={"scheduler": {"max_num_seqs": 64}}),
     "m6, a decode step": Case("m6", work(16, 96), "tok/s of a step"),
     "m6, one stream, 2 threads": Case("m6", work(1, 384), process={"threads": 2}),

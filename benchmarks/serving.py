@@ -116,6 +116,8 @@ class Service:
         self.served = Served([0.0] * number, [[] for _ in range(number)], [None] * number)
         self.pending = list(range(number))
         self.number_of: dict[str, int] = {}
+        self.num_there = 0
+        """Number of requests that have arrived and not ended."""
         self.streams = [i for i, r in enumerate(work.requests) if r.at == 0.0 and r.after is None]
 
     def run(self) -> Served:
@@ -154,17 +156,20 @@ class Service:
     def _submit_due(self) -> None:
         now = self._clock()
         due = [number for number in self.pending if self._due(number) <= now]
-        for number in due:
+        for number in due if self.work.at_once is None else due[: self.work.at_once - self.num_there]:
             self._submit(number)
 
     def _submit(self, number: int) -> None:
         self.pending.remove(number)
+        self.num_there += 1
         prompt, after = self.prompts[number], self.work.requests[number].after
         if after is not None:
             before = self.served.outputs[after]
             prompt = [*before.prompt_token_ids, *before.token_ids, *prompt]
         self.served.arrived[number] = self._now()
-        self.number_of[self.engine.add_request(prompt, self.params[number])] = number
+        priority = self.work.requests[number].priority
+        options = {"priority": priority} if priority else {}
+        self.number_of[self.engine.add_request(prompt, self.params[number], **options)] = number
 
     def _wait(self) -> None:
         """Wait for the next arrival; by a clock that stands still without requests, submit it now."""
@@ -184,6 +189,7 @@ class Service:
             times = self.served.times[number]
             times += [now] * (len(output.token_ids) - len(times))
             self.served.outputs[number] = output
+            self.num_there -= output.finished
 
 
 class Side:

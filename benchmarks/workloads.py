@@ -33,6 +33,8 @@ class Request:
     after: int | None = None
     """Index of an earlier request of the same conversation: its tokens, answer included, precede `prompt`."""
     ignore_eos: bool = True
+    priority: int = 0
+    """For engines that have priorities; 0 is not passed on."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Workload:
     places, regardless of their speed."""
     settings: Settings = field(default_factory=dict)
     """Settings of an engine that answers it, such as `{"cache": {"kv_tokens": 4096}}`."""
+    at_once: int | None = None
+    """Maximum number of requests at the engine: others arrive as soon as one has ended. None: no maximum."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -57,6 +57,18 @@ READING = {
         ("retraction.py", "requests that give their memory back when there is too little"),
         ("mem_cache/block_hash_cache.py", "vLLM's design behind the same interface"),
     ),
+    "m4_radix_cache-tiers": (
+        ("mem_cache/tiered_node.py", "a node that may be on the device, on the host, or on both"),
+        ("mem_cache/hiradix_cache.py", "the tree over both memories; lay `radix_cache.py` beside it"),
+        ("mem_cache/host_kv_pool.py", "pages in host memory, and forwards that wait for them"),
+        ("mem_cache/host_copies.py", "copies layer by layer: by a thread, or on a stream"),
+        ("mem_cache/disk_radix_cache.py", "the third tier: what is written, what is prefetched"),
+        ("mem_cache/disk_tier.py", "the threads that read and write"),
+        ("mem_cache/disk_store.py", "names, checks and capacity of the files"),
+        ("mem_cache/disk_files.py", "files that are written completely or not at all"),
+        ("mem_cache/disk_identity.py", "the digest of a model"),
+        ("priority_preemption.py", "the victims of an urgent request"),
+    ),
     "m5_chunked_prefill_spec": (
         ("wiring.py", "the roles that pieces and drafts change"),
         ("batch_composer.py", "the two schedules, side by side"),

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.traces import stepped
+from m1_single_request.trace_readers import JsonlReader
 
 FOLDER = Path(__file__).parent / "assets" / "traces"
 NOUNS = "lamp zebra otter river kite candle garden mirror".split()
@@ -159,8 +160,15 @@ def lesson(name: str, path: Path) -> None:
         example.traced_steps()
 
 
+def tiers(part: str, path: Path) -> None:
+    """Run a part of the example of the second part of lesson 4: `chat` or `urgent`."""
+    example = import_module("benchmarks.m4_tiers.trace")
+    example.PARTS[part](JsonlReader(path))
+
+
 RUNS = {each.__name__: each for each in (m1, m2, m7, shared, alone, pieces, whole, pictures)}
 RUNS |= {name: partial(lesson, name) for name in ("m3", "m4", "m5", "m6", "m6_pd", "m6_overlap")}
+RUNS |= {"m4_tiers": partial(tiers, "chat"), "m4_preemption": partial(tiers, "urgent")}
 
 
 def main(names: Sequence[str]) -> None:

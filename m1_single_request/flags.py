@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
 
 def add_flags(group: Any, config_class: type, names: str) -> None:
     """Add a flag for each of these fields; for `field=--one,--two` these flags, in place of `--field`."""
@@ -71,4 +73,14 @@ def _options(kind: Any, name: str) -> dict[str, Any]:
         return {"action": "append", "metavar": name.rsplit("_")[-1].upper()}
     if alternatives:  # a sequence, if one of them is; else the first, a string for a path
         return _options(next((each for each in alternatives if get_origin(each) is Sequence), alternatives[0]), name)
-    return {"metavar": name.rsplit("_")[-1].upper(), "type": kind}
+    metavar = name.rsplit("_")[-1].upper()
+    return {"metavar": metavar, "type": byte_count if metavar == "BYTES" else kind}
+
+
+def byte_count(text: str) -> int:
+    """Return the number of bytes of a text such as `65536` or `64MiB`."""
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    try:
+        return int(text.removesuffix(unit)) * UNITS.get(unit, 1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 65536 or 64MiB") from error

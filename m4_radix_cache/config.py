@@ -6,16 +6,19 @@ its tokens again. SGLang: `ServerArgs`; vLLM: `CacheConfig`, `SchedulerConfig`.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from m1_single_request.config import EngineConfig as SingleRequestConfig
 from m1_single_request.errors import ConfigError, shown
-from m1_single_request.field_rules import NonNegativeFloat, PositiveInt, check_fields
+from m1_single_request.field_rules import NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
 from m3_paged_attention.config import BatchLimits, KVCacheDtype, ModelConfig, Share, check_one_given
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
 PrefixCacheName = Literal["radix", "hash", "chunk"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,23 @@ class SchedulerConfig(BatchLimits):
     schedule_conservativeness: NonNegativeFloat = 1.0
     """Factor of the memory reserved for future output tokens of running requests. With 1, 70 % of these tokens are
     reserved at first, and fewer with every decode step. A lower value admits more requests and retracts more often."""
+    priority_preemption: bool = False
+    """Whether a waiting request takes the place of running ones of lower priority if it has no room otherwise. Only
+    with `schedule_policy="priority"`. A preempted request keeps its tokens, and resumes from the cache."""
+    preemption_threshold: NonNegativeInt = 10
+    """With `priority_preemption`: a request preempts those whose priority is lower by more than this."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.priority_preemption and self.schedule_policy != "priority":
+            raise ConfigError(
+                f"priority_preemption=True has no effect with schedule_policy={self.schedule_policy!r}: use 'priority'"
+            )
+        if not self.priority_preemption and self.preemption_threshold != SchedulerConfig.preemption_threshold:
+            raise ConfigError(
+                f"preemption_threshold={self.preemption_threshold} has no effect without priority_preemption: "
+                f"give both, or neither"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +80,21 @@ class CacheConfig:
     """Format of the numbers in the KV memory. `auto`: the model's precision. `bfloat16`: half the bytes of float32.
     `int8` and `fp8` (e4m3): one byte per number, and a float32 scale per token and head. More tokens fit, and outputs
     change a little."""
+    host_memory_bytes: NonNegativeInt | None = None
+    """Size of a second tier of the radix cache, in host memory: what is evicted from the KV memory stays there, and is
+    copied back when it is needed. None or 0: there is none."""
+    write_policy: WritePolicy | None = None
+    """When KV is copied to that tier. `write_through`, the default: when it enters the cache.
+    `write_through_selective`: when a second request needs it. `write_back`: when it is evicted."""
+    disk_path: str | Path | None = None
+    """Directory of a third tier, which outlives the process: what is in host memory is written there, and requests of
+    later engines find it. Several engines may use it, of any models. It is created for its owner alone."""
+    disk_bytes: PositiveInt | None = None
+    """Capacity of that directory. Default: 10 GiB."""
+    prefetch_policy: PrefetchPolicy | None = None
+    """How long a request waits for its pages on the disk, 256 tokens or more. `timeout`, the default: 1 s, and 0.25 s
+    more per 1,024 tokens. `wait_complete`: until all are there. `best_effort`: not at all. What is not there is
+    computed."""
     debug: bool = False
     """Check every slot that is freed, and audit the whole memory after every step. Slow."""
 
@@ -74,6 +109,19 @@ class CacheConfig:
             raise ConfigError(
                 f"eviction_policy={self.eviction_policy!r} has no effect with prefix_cache={self.prefix_cache!r}, "
                 f"which {does}: use prefix_cache='radix'"
+            )
+        for name, needed in (
+            ("write_policy", "host_memory_bytes"),
+            ("disk_path", "host_memory_bytes"),
+            ("disk_bytes", "disk_path"),
+            ("prefetch_policy", "disk_path"),
+        ):
+            if getattr(self, name) is not None and not getattr(self, needed):
+                raise ConfigError(f"{name}={shown(getattr(self, name))} has no effect without {needed}")
+        if self.host_memory_bytes and self.prefix_cache != "radix":
+            raise ConfigError(
+                f"host_memory_bytes={self.host_memory_bytes} has no effect with prefix_cache={self.prefix_cache!r}: "
+                f"use prefix_cache='radix'"
             )
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
             raise ConfigError(

@@ -3,7 +3,8 @@
 Without --prompt and --chat: many users of one system prompt, and a conversation, with the tokens that each request
 reuses, the tree of the cache, and the time to the first token with and without it; then a memory that is too small,
 where cached tokens are evicted and a request is retracted. The size of the KV memory in the flags is that of this last
-part; the others have plenty.
+part; the others have plenty. With --host-memory, such as 64MiB, the tour is another one: a conversation whose KV leaves
+the device and comes back; with --disk also in a later process.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from m1_single_request.flags import config_of
 from m2_continuous_batching import demo as m2
 from m3_paged_attention import demo as m3
 from m4_radix_cache import CacheConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams, SchedulerConfig
+from m4_radix_cache.demo_tiers import TierTour
 from m4_radix_cache.demo_tour import CONSERVATIVENESS, Tour, reuse
 
 
@@ -40,11 +42,14 @@ class RequestConfig:
     """Name of a tenant: its requests share KV only with requests of the same tenant."""
 
 
+TIERS = "host_memory_bytes=--host-memory write_policy disk_path=--disk disk_bytes prefetch_policy"
+ORDER = "schedule_policy schedule_conservativeness priority_preemption preemption_threshold"
+
 FLAGS: m1.Flags = {
     **m3.FLAGS,
     "requests": (RequestConfig, "priority cache_salt"),
-    "prefix cache": (CacheConfig, "prefix_cache=--cache eviction_policy"),
-    "batching": (SchedulerConfig, "max_num_seqs max_num_batched_tokens schedule_policy schedule_conservativeness"),
+    "prefix cache": (CacheConfig, f"prefix_cache=--cache eviction_policy {TIERS}"),
+    "batching": (SchedulerConfig, f"max_num_seqs max_num_batched_tokens {ORDER}"),
     "KV memory": (
         CacheConfig,
         "page_size max_total_tokens kv_cache_memory_bytes gpu_memory_utilization kv_cache_dtype",
@@ -63,6 +68,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     demo, params, options = config_of(args, DemoConfig), m3.answer_params(args), request_options(args)
     configs = m1.configs_of(args, console, model=ModelConfig, scheduler=SchedulerConfig, cache=CacheConfig)
     if m1.is_tour(args):
+        if configs["cache_config"].host_memory_bytes:
+            TierTour(configs, params, options, console).run()
+            return
         limits = config_of(args, SchedulerConfig, schedule_conservativeness=CONSERVATIVENESS)
         Tour({**configs, "scheduler_config": limits}, params, options, console).run(demo.num_prompts)
         return

@@ -83,12 +83,18 @@ class EngineCore(EngineCoreBase):
         allocator, cache = pools.token_to_kv_pool_allocator, pools.tree_cache
         return allocator.size - allocator.available_size() - cache.evictable_size()
 
-    def flush_cache(self) -> bool:
-        """Empty the prefix cache and return True. With unfinished requests, keep it and return False."""
+    def flush_cache(self, tier: str | None = None) -> bool:
+        """Empty the prefix cache and return True. With unfinished requests, keep it and return False.
+
+        `tier`: `device`, `host` or `disk` alone; None: device and host. Raises `ConfigError` for a tier that is not
+        configured."""
         if self.has_unfinished_requests():
             return False
         with self.changing():
-            self._forget_all(FinishAbort())
+            if tier is None:
+                self._forget_all(FinishAbort())
+            else:
+                self.scheduler.tree_cache.flush_tier(tier)
         return True
 
     def close(self) -> None:
@@ -96,6 +102,7 @@ class EngineCore(EngineCoreBase):
         try:
             super().close()
         finally:
+            self.scheduler.tree_cache.close()
             self.executor.shutdown()
 
     def stats(self) -> SingleRequestStats:

@@ -100,8 +100,13 @@ class Matched(Event):
     @classmethod
     def of(cls, req: Req) -> Self:
         """Build the event for a request after its lookup."""
-        hit, limit = len(req.prefix_indices), req.match_limit
-        return cls(rid=req.rid, query_len=len(req.fill_ids), limit=limit, device_hit=hit, host_hit=0)
+        return cls(
+            rid=req.rid,
+            query_len=len(req.fill_ids),
+            limit=req.match_limit,
+            device_hit=len(req.prefix_indices),
+            host_hit=req.host_hit_length,
+        )
 
     def explain(self) -> str:
         tokens, left = some(self.query_len, "token"), self.query_len - self.device_hit - self.host_hit

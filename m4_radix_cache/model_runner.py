@@ -23,6 +23,7 @@ from m3_paged_attention.profiling import run_largest_step
 from m3_paged_attention.row_sampler import RatedPrompt, RowSampler, rate_prompts
 from m4_radix_cache.config import SchedulerConfig
 from m4_radix_cache.forward_batch import ForwardBatch
+from m4_radix_cache.mem_cache.host_kv_pool import HostKVPool
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 
@@ -47,12 +48,18 @@ class ModelRunner:
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.req_to_token_pool = req_to_token_pool
         self.sampler = RowSampler(sampler=sampler, token_text=token_text, tracer=tracer)
+        self.host_pool: HostKVPool | None = None
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Reserve the KV memory. Raises `ConfigError` if the machine has less."""
         self.page_size = kv_cache_config.spec.block_size
         self.kv = KVStorage(kv_cache_config, device=self.device)
         self.model.use_kv(self.kv)
+
+    def use_host_memory(self, make_pool: Callable[[list[KVStorage]], HostKVPool]) -> HostKVPool:
+        """Make the pool of the pages of this model, and let the forwards wait for what is loaded from it."""
+        self.host_pool = make_pool([self.kv])
+        return self.host_pool
 
     def profile_run(self, num_tokens: int) -> int:
         """Run the largest step once, on dummy data; return the bytes of the KV memory that existed during the run."""
@@ -95,7 +102,8 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states `[total_tokens, hidden_size]`. The only call of the model."""
-        return self.model.forward(batch.input_ids, batch.positions, self.kv, batch.attn_metadata)
+        kv = self.kv if self.host_pool is None else self.host_pool.arriving(self.kv, batch.attn_metadata)
+        return self.model.forward(batch.input_ids, batch.positions, kv, batch.attn_metadata)
 
     def free_request(self, request_id: str) -> None:
         """Do nothing: the runner stores no request."""
@@ -106,6 +114,9 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Release the KV memory and the model."""
+        if self.host_pool is not None:
+            self.host_pool.close()
+            self.host_pool = None
         for name in ("kv", "model"):
             vars(self).pop(name, None)  # `close` may be called again
 

@@ -21,12 +21,22 @@ class EngineStats(SingleRequestStats):
     """Cached tokens without a lock."""
     protected_size: int
     """Cached tokens that running requests have locked."""
+    host_bytes: int
+    """KV in host memory, the second tier of the cache; 0 without."""
+    disk_bytes: int
+    """KV in the directory of the third tier, of all engines that use it; 0 without."""
     num_cached_tokens: int
     """Total number of tokens that admitted requests found in the cache."""
+    num_host_hit_tokens: int
+    """Those of them that were loaded from host memory."""
+    num_disk_hit_tokens: int
+    """Total number of tokens that were read from the disk to host memory."""
     num_evicted_tokens: int
     """Total number of evicted tokens."""
     num_retractions: int
     """Total number of retractions."""
+    num_preemptions: int
+    """Total number of requests that were preempted for one of higher priority."""
 
     @property
     def hit_rate(self) -> float:

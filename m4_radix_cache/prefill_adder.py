@@ -2,10 +2,12 @@
 
 m3 counted the free blocks for a prompt, and reserved one block per running request. m4 reserves more: all future
 output tokens of an admitted request, and the expected share of them (`new_token_ratio`) of running ones. Unlocked
-cached memory counts as free, because it can be evicted. The adder allocates nothing: it counts, and locks the cached
-prefix of each admitted request. SGLang: `PrefillAdder`; vLLM has no such estimate and preempts instead.
+cached memory counts as free, because it can be evicted. The adder counts, and locks the cached prefix of each admitted
+request. What host memory has of a request takes slots, but nothing of the token budget. SGLang: `PrefillAdder`; vLLM
+has no such estimate and preempts instead.
 """
 
+import copy
 from collections.abc import Sequence
 from enum import Enum
 
@@ -13,6 +15,8 @@ from m1_single_request.tracer import Tracer
 from m4_radix_cache.events import Admit, NotAdmitted
 from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.preemption_events import Preempt
+from m4_radix_cache.priority_preemption import FreedTokens, choose_victims, give_back
 from m4_radix_cache.request import Req
 
 CLIP_MAX_NEW_TOKENS = 4096
@@ -73,10 +77,11 @@ class PrefillAdder:
         """Admitted requests, in order; the `last_node` of each is locked."""
         self.rem_input_tokens = max_prefill_tokens
         """Tokens, in whole pages, that this step may still compute."""
-        self._num_running = len(running)
+        self.preempt_list: list[Req] = []
+        """Requests that were preempted for admitted ones; they have no row any more."""
+        self._running, self._ratio = list(running), new_token_ratio
         self._taken = 0  # by admitted prompts, in whole pages
-        expected = sum(_tokens_to_come(req) for req in running) * new_token_ratio
-        self._expected = int(expected)  # compared with whole numbers only, so a fraction has no effect
+        self._expected = self._expected_of_running()
 
     @property
     def cur_rem_tokens(self) -> int:
@@ -89,7 +94,7 @@ class PrefillAdder:
 
         The reserve is at least one page per request, so that the next decode step needs no retraction.
         """
-        a_page_each = self.page_size * (self._num_running + len(self.can_run_list))
+        a_page_each = self.page_size * (len(self._running) + len(self.can_run_list))
         return self.cur_rem_tokens - max(self._expected, a_page_each)
 
     def budget_state(self) -> AddReqResult:
@@ -115,7 +120,45 @@ class PrefillAdder:
             refused = self._refuse(req, "memory", is_locked=True)
             self.tree_cache.dec_lock_ref(req.last_node, req.rid)
             return refused
+        self.tree_cache.load_back(req)
         return self._admit(req)
+
+    def preempt_to_schedule(self, req: Req, threshold: int) -> bool:
+        """Preempt running requests of lower priority, by more than `threshold`, if `req` can be added then and not
+        otherwise. Return whether it was done; if not, nothing has changed. Call it before `add_one_req`."""
+        freed = FreedTokens(self.tree_cache, req.last_node)
+        victims = choose_victims(req, self._running, threshold, freed, lambda *after: self._is_enough(req, *after))
+        if not victims:
+            return False
+        counted = [(victim, victim.kv_committed_len) for victim in victims]
+        before = self.rem_total_tokens
+        for victim in victims:
+            give_back(victim, self.tree_cache)
+        self._count_out(victims)
+        self.preempt_list += victims
+        req.init_next_round_input(self.tree_cache)  # what host memory has of it may be evicted now
+        self.tracer.emit(Preempt.of, req, counted, threshold, self._need(req), before, self.rem_total_tokens)
+        return True
+
+    def _is_enough(self, req: Req, victims: list[Req], num_freed: int) -> bool:
+        """Return whether `req` could be added after `victims` have given back `num_freed` tokens."""
+        after = copy.copy(self)
+        after._count_out(victims)
+        after._taken -= num_freed
+        has_row = len(self.can_run_list) < after.max_new_reqs
+        return has_row and not after._lacks_memory(req) and after._step_limit(req) is None
+
+    def _count_out(self, victims: Sequence[Req]) -> None:
+        """Subtract the rows and the reserve of preempted requests."""
+        before, gone = self._expected_of_running(), set(victims)
+        self._running = [req for req in self._running if req not in gone]
+        self._expected += self._expected_of_running() - before
+        self.max_new_reqs += len(victims)
+
+    def _expected_of_running(self) -> int:
+        """Return the tokens reserved for running requests. They are compared with whole numbers only, so a fraction has
+        no effect."""
+        return int(sum(_tokens_to_come(req) for req in self._running) * self._ratio)
 
     def _step_limit(self, req: Req) -> str | None:
         """Return the limit of the step that the request exceeds, or None if its tokens fit.
@@ -149,14 +192,14 @@ class PrefillAdder:
 
     def _lacks_memory(self, req: Req) -> bool:
         """Return whether the memory has no room for the request's tokens and its future tokens."""
-        is_alone = not self._num_running and not self.can_run_list
+        is_alone = not self._running and not self.can_run_list
         if is_alone and not _tokens_to_come(req):  # retracted before its last token: it may fill the memory
-            return self._ceil_page(req.extend_input_len) > self.cur_rem_tokens
+            return self._ceil_page(req.extend_input_len + req.host_hit_length) > self.cur_rem_tokens
         return self._need(req) >= self.rem_total_tokens
 
     def _need(self, req: Req) -> int:
         """Return the number of tokens that the request takes now or may take later."""
-        return req.extend_input_len + _tokens_to_come(req)
+        return req.host_hit_length + req.extend_input_len + _tokens_to_come(req)
 
     def _ceil_page(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size) * self.page_size

@@ -30,11 +30,15 @@ class Req(Request):
         self.priority = 0
         self.extra_key: str | None = None  # namespace: KV is shared only with requests of the same one
         self.num_retractions = 0
+        self.num_preemptions = 0  # for requests of higher priority
+        self.num_in_flight = 0  # of its tokens with KV: those that a step in flight computes (m6)
         self.max_new_tokens = self.sampling_params.max_tokens  # maximum number of output tokens; clipped at intake
         self.fill_ids: list[int] = []  # prompt and outputs, which have KV after its next extend
         self.prefix_indices = NO_SLOTS  # int64: slots of the tokens that have KV before its next extend
         self.last_node: Any = None  # the cache's handle for the prefix, locked while the request runs
         self.cache_protected_len = 0  # tokens whose slots belong to the cache
+        self.host_hit_length = 0  # tokens behind the prefix that are in host memory only
+        self.last_host_node: Any = None  # the cache's handle for their end
         self.extend_input_len = 0  # tokens to compute
         self.req_pool_idx: int | None = None  # its row of slots, while it runs
         self.req_to_token_pool: ReqToTokenPool | None = None  # where that row is
@@ -97,6 +101,11 @@ class Req(Request):
         """Maximum number of tokens to take from the cache."""
         return 0 if self.wants_prompt_logprobs else self.seqlen - 1
 
+    @property
+    def num_known(self) -> int:
+        """Tokens with KV before its next extend: those of the prefix, and those that host memory has behind it."""
+        return len(self.prefix_indices) + self.host_hit_length
+
     def finished(self) -> bool:
         return self.is_finished
 
@@ -110,13 +119,14 @@ class Req(Request):
         assert self.req_pool_idx is None, f"{self.rid} has a row, and a lock that this would forget"
         self.fill_ids = self.origin_input_ids + self.output_ids
         match = tree_cache.match_prefix(self.key, self.match_limit)
-        self.prefix_indices, self.last_node = match.device_indices, match.last_device_node
+        self.prefix_indices, self.last_node, self.host_hit_length, self.last_host_node = match
         self.cache_protected_len = len(self.prefix_indices)
-        self.extend_input_len = len(self.fill_ids) - len(self.prefix_indices)
+        self.extend_input_len = len(self.fill_ids) - self.num_known
 
     def forget_kv(self) -> None:
         """Reset the state of its KV, row and node, after the caller has freed them."""
         self.prefix_indices, self.last_node = NO_SLOTS, None
+        self.host_hit_length, self.last_host_node = 0, None
         self.cache_protected_len = self.extend_input_len = self.kv_committed_len = 0
         self.req_pool_idx = self.req_to_token_pool = None
         if not self.sequence.has_prompt_logprobs:

@@ -215,6 +215,9 @@ class ScheduleBatch:
         return needed, allocator.available_size() + self.pools.tree_cache.evictable_size()
 
     def retract_decode(self, victim: Req) -> None:
-        """Take a request out of the batch and free the pages that it owns. Its cached pages stay, unlocked."""
+        """Take a request out of the batch and free the pages that it owns, or cache them, too. Its cached pages stay,
+        unlocked."""
         self.filter_batch([i for i, req in enumerate(self.reqs) if req is not victim])
-        self.pools.tree_cache.cache_finished_req(victim, is_insert=False)
+        cache = self.pools.tree_cache
+        victim.kv_committed_len -= victim.num_in_flight  # that step may fail
+        cache.cache_finished_req(victim, is_insert=cache.keeps_retracted)

@@ -203,4 +203,4 @@ def depth_first(requests: Sequence[Req], matches: Matches) -> list[Req]:
 
 
 def _hit(match: MatchResult) -> int:
-    return len(match.device_indices)
+    return len(match.device_indices) + match.host_hit_length

@@ -8,7 +8,7 @@ and `process_batch_result`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,6 +28,7 @@ from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.outputs import EngineStats
 from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
+from m4_radix_cache.priority_preemption import may_preempt
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown, retract
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
@@ -46,6 +47,8 @@ class Scheduler:
     batch_class: type[ScheduleBatch] = ScheduleBatch
     batch_event: type[Any] = Batch
     stats_class: type[EngineStats] = EngineStats
+    prefetches: ClassVar[bool] = True
+    """Whether KV of a request that arrives is read from the disk tier."""
     nothing_runs = "the parts 'schedule_policy' and 'prefill_adder' admit no request, and none runs"
     """The error of a step that is empty, although no request ends."""
 
@@ -71,13 +74,16 @@ class Scheduler:
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
         self.vocab_size, self.device, self.tracer = vocab_size, device, tracer
         self.new_token_ratio = NewTokenRatio(scheduler_config.schedule_conservativeness)
+        self.preemption_threshold: int | None = None  # None: no request is preempted for its priority
+        if scheduler_config.priority_preemption:
+            self.preemption_threshold = scheduler_config.preemption_threshold
         self.requests: dict[str, Req] = {}
         self.waiting_queue: list[Req] = []
         self.running_batch = self.batch_class([], pools)
         self.batch_is_full = False  # a request lacked memory, and none has left since: no other is tried
         self.last_batch: ScheduleBatch | None = None  # of the last step, if it ran prompts
         self.cur_batch: ScheduleBatch | None = None  # of the step that was scheduled last
-        self.num_retractions = self.num_cached_tokens = 0
+        self.num_retractions = self.num_preemptions = self.num_cached_tokens = 0
         self.unreported: list[str] = []  # ids of requests that have left since the last `Batch` event
         self.marked: dict[str, Req] = {}  # to end at the next update
         self._num_arrivals = 0
@@ -86,8 +92,9 @@ class Scheduler:
 
     def schedule(self) -> ScheduleBatch | None:
         """Choose the batch of the next step; return None if there is nothing to compute."""
+        self.tree_cache.begin_step()
         self.cur_batch = self.get_next_batch_to_run()
-        if self.cur_batch is None and self.is_stuck():
+        if self.cur_batch is None and not self.tree_cache.wait_for_disk() and self.is_stuck():
             raise PartError(self.nothing_runs)
         if self.cur_batch is not None:
             self.tracer.emit(self.batch_event.of, self.cur_batch, self)
@@ -147,19 +154,23 @@ class Scheduler:
     def _get_new_batch_prefill(self) -> ScheduleBatch | None:
         """Admit waiting requests in the order of the policy, as long as rows, tokens and memory allow."""
         rows = self.pools.req_to_token_pool
-        waiting = [req for req in self.waiting_queue if req.to_finish is None]
-        if self.batch_is_full or not waiting or not rows.available_size():
+        waiting = [r for r in self.waiting_queue if r.to_finish is None and not self.tree_cache.is_waiting(r)]
+        if not waiting or ((self.batch_is_full or not rows.available_size()) and not self.may_preempt()):
             return None
         adder = self._new_adder(rows.available_size(), len(waiting))
         for req in checked(self.policy.calc_priority(list(waiting)), self.policy, waiting).ready:
             req.init_next_round_input(self.tree_cache)
             self.tracer.emit(Matched.of, req)
+            if not self.preempts_for(req, adder):
+                break
             result = adder.add_one_req(req)
             if result is AddReqResult.NO_TOKEN and not rows.num_used and not adder.can_run_list:
                 self.finish_requests([req.rid], FinishError(outgrown(req, self.pools)))  # even alone it does not fit
             elif result is not AddReqResult.CONTINUE:
                 self.batch_is_full = result is AddReqResult.NO_TOKEN
                 break
+        if self.preemption_threshold is not None:
+            self.requeue(adder.preempt_list)
         if not adder.can_run_list:
             return None
         batch = self.batch_class.init_new(adder.can_run_list, self.pools)
@@ -203,6 +214,8 @@ class Scheduler:
         request.number = self._num_arrivals
         self.requests[request.request_id] = request
         self.waiting_queue.append(request)
+        if self.prefetches:
+            self.tree_cache.prefetch(request)
 
     @property
     def waiting(self) -> list[Req]:
@@ -218,6 +231,9 @@ class Scheduler:
             "num_cached_tokens": self.num_cached_tokens,
             "num_evicted_tokens": self.tree_cache.num_evicted_tokens,
             "num_retractions": self.num_retractions,
+            "num_host_hit_tokens": self.tree_cache.num_loaded_tokens,
+            "num_disk_hit_tokens": self.tree_cache.num_disk_hit_tokens,
+            "num_preemptions": self.num_preemptions,
         }
 
     def stats(self, totals: Mapping[str, Any]) -> EngineStats:
@@ -229,6 +245,8 @@ class Scheduler:
             available_size=allocator.available_size(),
             evictable_size=cache.evictable_size(),
             protected_size=cache.protected_size(),
+            host_bytes=cache.host_bytes(),
+            disk_bytes=cache.disk_bytes(),
         )
 
     def check_invariants(self) -> None:
@@ -261,9 +279,9 @@ class Scheduler:
         self.waiting_queue = [req for req in self.waiting_queue if id(req) not in started]
         for req in reqs:
             req.status = RequestStatus.RUNNING
-            self.tree_cache.record_hit(req.last_node)
+            self.tree_cache.record_hit(req.last_node, req.rid)
             self.num_cached_tokens += len(req.prefix_indices)
-            if not req.num_retractions:
+            if not req.num_retractions and not req.num_preemptions:
                 req.cached_tokens = len(req.prefix_indices)
 
     def retract(self, candidates: Sequence[Req]) -> bool:
@@ -292,6 +310,37 @@ class Scheduler:
             req.status = RequestStatus.PREEMPTED
             self.waiting_queue.append(req)
             self.batch_is_full = False
+
+    # --- preemption by priority ---------------------------------------------------------------------------------------
+
+    def may_preempt(self) -> bool:
+        """Return whether a waiting request may take the place of running ones, if that is enough for it."""
+        if self.preemption_threshold is None:
+            return False
+        waiting = [req for req in self.waiting_queue if req.to_finish is None]
+        return may_preempt(waiting, self.running_batch.reqs, self.preemption_threshold)
+
+    def preempts_for(self, req: Req, adder: PrefillAdder) -> bool:
+        """Preempt running requests if `req` has room only then. Return False if a preempted request comes before it."""
+        if self.preemption_threshold is None:
+            return True
+        if any(victim.priority >= req.priority for victim in adder.preempt_list):
+            return False
+        adder.preempt_to_schedule(req, self.preemption_threshold)
+        return True
+
+    def requeue(self, victims: Sequence[Req]) -> None:
+        """Queue preempted requests again, at their own priority and arrival. Their KV is in the cache."""
+        self.take_out(victims)
+        self.waiting_queue += victims
+
+    def take_out(self, victims: Sequence[Req]) -> None:
+        """Take preempted requests out of the running batch."""
+        gone, batch = set(victims), self.running_batch
+        batch.filter_batch([i for i, req in enumerate(batch.reqs) if req not in gone])
+        for req in victims:
+            req.status = RequestStatus.WAITING
+        self.num_preemptions += len(victims)
 
     def is_stuck(self) -> bool:
         """Return whether there are requests and none ends: then, after a step without a batch, every step is empty."""
@@ -322,6 +371,7 @@ class Scheduler:
     def leave(self, req: Req) -> None:
         """Remove a marked request from the unfinished ones."""
         assert req.to_finish is not None
+        self.tree_cache.cancel_prefetch(req.rid)
         self.marked.pop(req.rid, None)
         del self.requests[req.rid]
         self.updater.end(req, req.to_finish)

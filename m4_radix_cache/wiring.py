@@ -3,7 +3,7 @@
 Pools and cache are built before the scheduler, and the rows of slots before the runner, which reads them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from m1_single_request.errors import ConfigError
@@ -17,12 +17,16 @@ from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.model_len import fit_model_len
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import PARTS as M3_PARTS, trace_start
+from m3_paged_attention.worker import GPUWorker
 from m4_radix_cache.config import CacheConfig, EngineConfig, SchedulerConfig
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.input_processor import InputProcessor
 from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.chunk_cache import ChunkCache
+from m4_radix_cache.mem_cache.disk_radix_cache import DiskRadixCache
+from m4_radix_cache.mem_cache.hiradix_cache import HiRadixCache
+from m4_radix_cache.mem_cache.host_kv_pool import HostKVPool
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.model_runner import ModelRunner
@@ -31,6 +35,7 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.schedule_policy import SchedulePolicy
 from m4_radix_cache.scheduler import Scheduler
+from m4_radix_cache.tiers import tiers_of
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
@@ -38,12 +43,12 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     check_memory_share(config.cache, config.model.torch_device())
     prefix_cache_class(config.cache, parts)  # raises before the model is loaded
     loaded = parts["model_loader"](config.model, kv_cache_dtype=config.cache.kv_cache_dtype)
-    loaded, (limits, executor, rows), budget = fit_to_memory(
+    loaded, (limits, executor, rows, worker), budget = fit_to_memory(
         loaded, lambda loaded: build_executor(config, parts, loaded, tracer), config
     )
     trace_start(loaded, config.model, limits, tracer)
     kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
-    pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
+    pools = build_pools(kv_cache_config.num_blocks, rows, config, [loaded], worker.model_runner, parts, tracer)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
             request_class=parts["request"],
@@ -70,6 +75,9 @@ PARTS: dict[str, Any] = {role: part for role, part in M3_PARTS.items() if role !
     "req_to_token_pool": ReqToTokenPool,
     "token_to_kv_pool_allocator": TokenToKVPoolAllocator,
     "prefix_cache": RadixCache,
+    "tiered_cache": HiRadixCache,
+    "host_kv_pool": HostKVPool,
+    "disk_cache": DiskRadixCache,
     "schedule_policy": SchedulePolicy,
     "prefill_adder": PrefillAdder,
     "scheduler": Scheduler,
@@ -82,6 +90,12 @@ PARTS: dict[str, Any] = {role: part for role, part in M3_PARTS.items() if role !
 def prefix_cache_class(config: CacheConfig, parts: Mapping[str, Any]) -> Any:
     """Return the cache class that the configuration names. Raises `ConfigError` if the parts name another one."""
     own = parts["prefix_cache"]
+    if config.host_memory_bytes:
+        if own is not RadixCache:
+            raise ConfigError(
+                "host_memory_bytes has no effect on a prefix_cache of your own: use the part tiered_cache"
+            )
+        return parts["disk_cache" if config.disk_path else "tiered_cache"]
     if config.prefix_cache == "radix":
         return own
     if own is not RadixCache:
@@ -90,11 +104,12 @@ def prefix_cache_class(config: CacheConfig, parts: Mapping[str, Any]) -> Any:
 
 
 class Runner(NamedTuple):
-    """Executor for requests up to some length, with its limits, and the rows of slots that it reads."""
+    """Executor for requests up to some length, with its worker, their limits, and the rows of slots that they read."""
 
     limits: SchedulerConfig
     executor: GPUExecutor
     rows: ReqToTokenPool
+    worker: GPUWorker
 
 
 def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
@@ -112,7 +127,7 @@ def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: Loade
         tracer=tracer,
     )
     worker = parts["worker"](model_runner=runner, step_threads=step_threads(tracer, loaded))
-    return Runner(limits, parts["executor"](worker=worker), rows)
+    return Runner(limits, parts["executor"](worker=worker), rows, worker)
 
 
 def build_scheduler(
@@ -171,15 +186,25 @@ def reserve_kv_memory(
 
 
 def build_pools(
-    num_pages: int, rows: ReqToTokenPool, config: CacheConfig, parts: Mapping[str, Any], tracer: Tracer
+    num_pages: int,
+    rows: ReqToTokenPool,
+    config: EngineConfig,
+    loaded: Sequence[Any],
+    runner: Any,
+    parts: Mapping[str, Any],
+    tracer: Tracer,
 ) -> Pools:
-    """Build the pools: `rows`, slots in `num_pages` pages, and the cache that shares them."""
-    size, make_slots = num_pages * config.page_size, parts["token_to_kv_pool_allocator"]
-    slots = make_slots(size=size, page_size=config.page_size, checked=config.debug)
-    tree_cache = prefix_cache_class(config, parts)(
+    """Build the pools: `rows`, slots in `num_pages` pages, and the cache that shares them, with its tiers.
+
+    `loaded`: the models of the `runner`, the target last.
+    """
+    cache, make_slots = config.cache, parts["token_to_kv_pool_allocator"]
+    slots = make_slots(size=num_pages * cache.page_size, page_size=cache.page_size, checked=cache.debug)
+    tree_cache = prefix_cache_class(cache, parts)(
         req_to_token_pool=rows,
         token_to_kv_pool_allocator=slots,
-        eviction_policy=config.eviction_policy,
+        eviction_policy=cache.eviction_policy,
         tracer=tracer,
+        **tiers_of(cache, config.model, loaded, runner, parts),
     )
-    return Pools(rows, slots, tree_cache, debug=config.debug)
+    return Pools(rows, slots, tree_cache, debug=cache.debug)

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from m1_single_request.request import FinishError
 from m4_radix_cache.events import Matched
 from m4_radix_cache.prefill_adder import AddReqResult
@@ -46,25 +48,38 @@ class DecodeFirst:
     def compose(self, work: "Work") -> ScheduleBatch | None:
         """Return the batch of this step; None if no request can run."""
         left = work.max_num_batched_tokens - work.num_running
+        if work.may_preempt:
+            return self._prompts_before_decodes(work, left)
         decodes = work.update_running_batch(left // 2 if work.wants_prefill else left)
         if decodes is None:
             return work.get_new_batch_prefill(work.max_num_batched_tokens)
         if not work.wants_prefill:
             return decodes
-        used = int(decodes.new_lens.sum())
-        left = work.max_num_batched_tokens - used
-        fitting = self._fitting(left, work.prefill_start, decodes)
-        bound_by = "max_num_batched_tokens" if fitting == left else "target_gap_ms"
-        prompts = work.get_new_batch_prefill(fitting, bound_by)
+        left = work.max_num_batched_tokens - int(decodes.new_lens.sum())
+        prompts = work.get_new_batch_prefill(*self._limit(work, left, decodes.new_lens, decodes.seq_lens))
         return decodes if prompts is None else work.mix(prompts, decodes)
 
-    def _fitting(self, most: int, start: int, decodes: ScheduleBatch) -> int:
-        """Return how many of `most` prompt tokens, from token `start` of the prompt on, may run beside `decodes`."""
+    def _prompts_before_decodes(self, work: "Work", left: int) -> ScheduleBatch | None:
+        """Return the batch of a step in which a prompt may preempt running requests: before these take new slots."""
+        lens = work.running_lens
+        prompts = work.get_new_batch_prefill(*self._limit(work, left, np.ones_like(lens), lens))
+        used = 0 if prompts is None else int(prompts.new_lens.sum())
+        decodes = work.update_running_batch(work.max_num_batched_tokens - used - work.num_running)
+        return prompts or decodes if prompts is None or decodes is None else work.mix(prompts, decodes)
+
+    def _limit(self, work: "Work", most: int, new_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[int, str]:
+        """Return how many of `most` prompt tokens may run beside decodes of these lengths, and the limit behind it."""
         if self.target_gap_ms is None or self.cost_table is None:
-            return most
-        others, context = int(decodes.new_lens.sum()), int((decodes.new_lens * decodes.seq_lens).sum())
-        largest = self.cost_table.largest(self.target_gap_ms, most, others=others, decode_context=context, start=start)
-        return max(largest, min(LEAST_CHUNK, most))
+            return most, "max_num_batched_tokens"
+        largest = self.cost_table.largest(
+            self.target_gap_ms,
+            most,
+            others=int(new_lens.sum()),
+            decode_context=int((new_lens * seq_lens).sum()),
+            start=work.prefill_start,
+        )
+        fitting = max(largest, min(LEAST_CHUNK, most))
+        return fitting, "max_num_batched_tokens" if fitting == most else "target_gap_ms"
 
 
 class PrefillFirst:
@@ -113,13 +128,27 @@ class Work:
         self.scheduler, self.prompts, self.speculation, self.cuts = scheduler, prompts, speculation, cuts
         self.max_num_batched_tokens = scheduler.max_num_batched_tokens
         """The token budget of the step."""
-        self.num_running = len(scheduler.running_batch.reqs)
-        """Number of requests that would get a token from `update_running_batch`."""
         self.wants_prefill = prompts.chunked_req is not None or bool(scheduler.waiting_queue)
         """Whether a prompt waits, or is in pieces."""
         self._has_retracted = False  # then no request is admitted
 
     # --- requests of a composer ---------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that would get a token from `update_running_batch`."""
+        return len(self.scheduler.running_batch.reqs)
+
+    @property
+    def running_lens(self) -> np.ndarray:
+        """Number of tokens of each running request after its next one, int64."""
+        lens: np.ndarray = self.scheduler.running_batch.seq_lens + 1
+        return lens
+
+    @property
+    def may_preempt(self) -> bool:
+        """Whether a waiting request may take the place of running ones, if it is admitted before these get slots."""
+        return self.scheduler.may_preempt()
 
     @property
     def prefill_start(self) -> int:
@@ -151,8 +180,10 @@ class Work:
         """
         scheduler, chunked = self.scheduler, self.prompts.chunked_req
         num_rows = scheduler.pools.req_to_token_pool.available_size()
-        waiting = [req for req in scheduler.waiting_queue if req.to_finish is None]
-        if self._has_retracted or scheduler.batch_is_full or not num_rows:
+        cache = scheduler.tree_cache
+        waiting = [req for req in scheduler.waiting_queue if req.to_finish is None and not cache.is_waiting(req)]
+        is_full = scheduler.batch_is_full or not num_rows
+        if self._has_retracted or (is_full and not scheduler.may_preempt()):
             waiting = []
         if chunked is not None and chunked.to_finish is not None:  # it ends now, and the update frees its KV
             chunked, waiting = None, []
@@ -173,6 +204,8 @@ class Work:
         )
         if chunked is None or self._add_chunked(adder, chunked):
             self._add_waiting(adder, waiting)
+        if scheduler.preemption_threshold is not None:
+            scheduler.requeue(adder.preempt_list)
         return self._start(adder) if adder.can_run_list else None
 
     def mix(self, prompts: ScheduleBatch, decodes: ScheduleBatch) -> ScheduleBatch:
@@ -223,6 +256,8 @@ class Work:
         for req in self._fairly(order.ready):
             req.init_next_round_input(scheduler.tree_cache)
             scheduler.tracer.emit(Matched.of, req)
+            if not scheduler.preempts_for(req, adder):
+                return
             result = adder.add_one_req(req)
             is_alone = not adder.can_run_list and not scheduler.pools.req_to_token_pool.num_used
             if result is AddReqResult.NO_TOKEN and is_alone:

@@ -7,9 +7,9 @@ forward and completes its KV after it. SGLang: `EAGLEWorker.forward_batch_genera
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import best_tokens
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention.attention.host_to_device import to_device
+from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.profiling import run_largest_step
 from m3_paged_attention.row_sampler import RatedPrompt, rate_prompts
+from m4_radix_cache.mem_cache.host_kv_pool import HostKVPool
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.cost_table import CostTable, measure, milliseconds, sizes_up_to
@@ -78,6 +80,7 @@ class ModelRunner:
         self.draft_runner = draft_runner
         self.rejection_sampler = rejection_sampler
         self.num_draft_tokens = num_draft_tokens
+        self.host_pool: HostKVPool | None = None
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Reserve the KV memory, and as many pages for the draft model. Raises `ConfigError` if there is too little."""
@@ -86,6 +89,16 @@ class ModelRunner:
         self.model.use_kv(self.kv)
         if self.draft_runner is not None:
             self.draft_runner.initialize_kv_cache(kv_cache_config.num_blocks, self.page_size)
+
+    def use_host_memory(self, make_pool: Callable[[list[KVStorage]], HostKVPool]) -> HostKVPool:
+        """Make the pool of the pages of both models, as in m4; the draft model reads its KV first."""
+        storages = [self.kv] if self.draft_runner is None else [self.draft_runner.kv, self.kv]
+        self.host_pool = make_pool(storages)
+        return self.host_pool
+
+    def arrived_kv(self, metadata: AttentionMetadata) -> Any:
+        """Return the KV memory for a forward, which waits for what is loaded from the host."""
+        return self.kv if self.host_pool is None else self.host_pool.arriving(self.kv, metadata)
 
     def profile_run(self, num_tokens: int) -> int:
         """Run the largest step once, on placeholder tokens; return the bytes of its temporary KV memory.
@@ -182,7 +195,8 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states `[total_tokens, hidden_size]`. The only call of the model."""
-        return self.model.forward(batch.input_ids, batch.positions, self.kv, batch.attn_metadata)
+        kv = self.arrived_kv(batch.attn_metadata)
+        return self.model.forward(batch.input_ids, batch.positions, kv, batch.attn_metadata)
 
     def free_request(self, request_id: str) -> None:
         """Do nothing: this runner stores nothing by request."""
@@ -193,6 +207,9 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Release the KV memory and the models."""
+        if self.host_pool is not None:
+            self.host_pool.close()
+            self.host_pool = None
         for name in self.released:
             vars(self).pop(name, None)  # `close` may be called again
         if self.draft_runner is not None:
@@ -202,6 +219,8 @@ class ModelRunner:
         """Return the step with its drafts, and the drafts: the proposer's, or the draft model's."""
         if self.draft_runner is None:
             return batch, None if batch.spec_info is None else Drafts(batch.spec_info.draft_token_ids, None)
+        if self.host_pool is not None:
+            self.host_pool.wait(self.draft_runner.kv)
         drafts = self.draft_runner.propose(batch)
         return batch if drafts is None else batch.with_drafts(drafts.token_ids), drafts
 

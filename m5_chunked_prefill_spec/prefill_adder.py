@@ -67,7 +67,7 @@ class PrefillAdder(WholePrefillAdder):
         """
         rest = req.extend_input_len
         started = -len(req.prefix_indices) % self.page_size  # slots left in its last page
-        kept = self.page_size * self._num_running
+        kept = self.page_size * len(self._running)
         room = max(self.cur_rem_tokens - kept, 0) // self.page_size * self.page_size + started
         given = self._cut(req, min(rest, room))
         if given < 1:

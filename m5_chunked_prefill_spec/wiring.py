@@ -60,7 +60,8 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     trace_start(loaded, config.model, limits, tracer)
     kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
     costs = cost_table(limits, worker, tracer)
-    pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
+    models = [each for each in (drafting, loaded) if each is not None]
+    pools = build_pools(kv_cache_config.num_blocks, rows, config, models, worker.model_runner, parts, tracer)
     num_tokens = pools.token_to_kv_pool_allocator.size
     return parts["engine_core"](
         input_processor=build_input_processor(config, limits, parts, loaded, num_tokens),

@@ -16,6 +16,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.engine_core import EngineCore as RadixEngineCore
+from m4_radix_cache.mem_cache.disk_radix_cache import DiskRadixCache
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch as PlainModelWorkerBatch
 from m4_radix_cache.scheduler import Scheduler
 from m6_multimodal_pd.input_processor import InputProcessor, children_of
@@ -78,13 +79,19 @@ class EngineCore(RadixEngineCore):
             raise EngineUsageError("weights are exchanged between requests, and some are unfinished")
         check_loader(self._parts)
         checkpoint = self.weight_loader.check(model)
+        cache = self.scheduler.tree_cache
         with self.changing():
+            # pages on the disk are those of other weights; an error of the directory must come before they change
+            disk = cache.open_disk(model) if isinstance(cache, DiskRadixCache) else None
             self._forget_all(FinishAbort())
             try:
                 self.weight_loader.load(checkpoint)
             except EngineDeadError as error:
                 self.dead = error
                 raise
+            if isinstance(cache, DiskRadixCache) and disk is not None:
+                cache.disk.close()
+                cache.disk = disk
 
     def close(self) -> None:
         """Stop a profile that is being recorded, and close as in m4."""

@@ -92,7 +92,8 @@ class ModelRunner(TextModelRunner):
         if not isinstance(batch, ForwardBatch):
             return super().forward(batch)
         assert isinstance(self.model, Qwen3VLDecoder)
-        return self.model.forward(batch.input_ids, batch.positions, self.kv, batch.attn_metadata, batch.visual)
+        kv = self.arrived_kv(batch.attn_metadata)
+        return self.model.forward(batch.input_ids, batch.positions, kv, batch.attn_metadata, batch.visual)
 
     def profile_run(self, num_tokens: int) -> int:
         """Run the largest step once on zeros, and the vision tower on as much as a step may encode.

@@ -46,14 +46,14 @@ class PrefillAdder(TextPrefillAdder):
         if bound_by != "memory" and self._is_limited(req):
             bound_by = "encoder_budget"
         if self.encoder_budget is not None:
-            self.encoder_budget.take(req, len(req.prefix_indices), given)
+            self.encoder_budget.take(req, req.num_known, given)
         super()._take_piece(req, given, bound_by)
 
     def _limited(self, req: Req, most: int) -> int:
         """Return how many of the next `most` tokens the encoder budget allows."""
         if self.encoder_budget is None or most <= 0:
             return most
-        return self.encoder_budget.most(req, len(req.prefix_indices), most)
+        return self.encoder_budget.most(req, req.num_known, most)
 
     def _is_limited(self, req: Req) -> bool:
         """Return whether the encoder budget allows fewer tokens than the step has room for."""

@@ -89,7 +89,8 @@ class PreparedEngine:
         trace_start(loaded, config.model, limits, tracer)
         kv_cache_config = reserve_kv_memory(executor, config, self.kv_budget, loaded, tracer)
         costs = cost_table(limits, worker, tracer)
-        pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
+        models = [each for each in (self.drafting, loaded) if each is not None]
+        pools = build_pools(kv_cache_config.num_blocks, rows, config, models, worker.model_runner, parts, tracer)
         size = pools.token_to_kv_pool_allocator.size
         with_budget = dict(parts) | {"prefill_adder": adder_of(parts, loaded, encoder)}
         return engine_core_class(config, parts)(

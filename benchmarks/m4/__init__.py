@@ -6,12 +6,13 @@ from benchmarks.m3 import on_model, on_random_model, shape
 KV_BYTES = 9 * 2**28  # the 0.6B shape: 21,000 tokens, a little more than the requests need without sharing
 LONG_MODEL_LEN = 4096
 CAPACITY = 2**17  # of the comparison of designs, tokens
+URGENT_KV_TOKENS = 2**15  # 16 requests of 2,000 tokens each
 
 
 def parts(size: Size) -> Parts:
     """Return everything that is measured, by name, in this order."""
     from benchmarks import scheduling
-    from benchmarks.m4 import caches, eviction, measures
+    from benchmarks.m4 import caches, eviction, measures, urgent
 
     quick, requests = size.quick, 100 if size.quick else None
     work = measures.shared_prefix(4 if quick else 32, 64 if quick else 512)
@@ -28,6 +29,10 @@ def parts(size: Size) -> Parts:
         "designs": lambda: eviction.designs(CAPACITY, size.few, requests),
         "decode_gaps": lambda: on_model(
             lambda e: measures.gaps(e, 120 if quick else 300, lengths, counts, size.few), max_model_len=LONG_MODEL_LEN
+        ),
+        "urgent": lambda: on_model(
+            lambda e: urgent.urgent(e, 60 if quick else None, URGENT_KV_TOKENS),
+            max_model_len=LONG_MODEL_LEN,
         ),
     }
 

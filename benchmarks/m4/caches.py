@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.lesson import SEED, Row
 from benchmarks.timing import in_turns, medians, ratio
 from m1_single_request.tracer import Tracer
-from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
+from m4_radix_cache.mem_cache.allocator import Slots, TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.eviction import EvictionHeap
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
@@ -50,9 +50,7 @@ class Server:
         `key` has its prompt and its outputs; the memory has room for it.
         """
         cache, allocator = self.cache, self.allocator
-        match = cache.match_prefix(key, num_prompt_tokens - 1)
-        node, found = match.last_device_node, match.device_indices
-        cache.inc_lock_ref(node)
+        found, node = self.find(key, num_prompt_tokens - 1)
         cache.record_hit(node)
         hit, num_whole = len(found), len(key) // self.page_size * self.page_size
         need = num_whole - hit
@@ -65,6 +63,12 @@ class Server:
             allocator.free(slots[: existing - hit])
         cache.dec_lock_ref(node)
         return hit
+
+    def find(self, key: RadixKey, limit: int) -> tuple[Slots, Any]:
+        """Return the slots of the cached prefix of the first `limit` tokens, and its node, which is locked."""
+        match = self.cache.match_prefix(key, limit)
+        self.cache.inc_lock_ref(match.last_device_node)
+        return match.device_indices, match.last_device_node
 
 
 def num_entries(server: Server) -> int:

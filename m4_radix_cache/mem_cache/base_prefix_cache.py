@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from m1_single_request.errors import ConfigError
+from m1_single_request.errors import ConfigError, shown
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.mem_cache.allocator import Slots, TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.events import CacheFlushed, DuplicatesFreed, Evicted, Locked, Released
@@ -38,6 +38,10 @@ class MatchResult(NamedTuple):
     """Slots of the matched tokens, a whole number of pages."""
     last_device_node: Any
     """The node at which the match ends: the argument of `inc_lock_ref`, `dec_lock_ref` and `record_hit`."""
+    host_hit_length: int = 0
+    """Number of further tokens that are only in host memory, and can be loaded."""
+    last_host_node: Any = None
+    """The node at which these end."""
 
 
 class BasePrefixCache(ABC):
@@ -50,6 +54,8 @@ class BasePrefixCache(ABC):
     """True: the cache keeps nothing, so that cache-aware orders have no use."""
     eviction_policies: ClassVar[Collection[str]] = STRATEGIES
     """Eviction policies that the cache supports."""
+    keeps_retracted: ClassVar[bool] = False
+    """True: the KV of a retracted request is inserted, because what is evicted is not lost."""
 
     def __init__(
         self,
@@ -70,8 +76,8 @@ class BasePrefixCache(ABC):
         """Size of a page in `RadixKey.data`."""
         self.eviction_policy = eviction_policy
         self.tracer = tracer
-        self.num_evicted_tokens = 0
-        """Tokens evicted since the start."""
+        self.num_evicted_tokens = self.num_loaded_tokens = self.num_disk_hit_tokens = 0
+        """Tokens evicted from the device, loaded from host memory and read from a disk, since the start."""
         self._evictable = self._protected = 0
         self._start_empty()
 
@@ -80,6 +86,13 @@ class BasePrefixCache(ABC):
         self.tracer.emit(CacheFlushed, evictable=self._evictable, protected=self._protected)
         self._evictable = self._protected = 0
         self._start_empty()
+
+    def flush_tier(self, tier: str) -> None:
+        """Discard what one tier has: `device`, `host` or `disk`; no request may use it. Raises `ConfigError` if there
+        is no such tier. What only the device has may go to the host, by the cache's rules."""
+        if tier != "device":
+            raise ConfigError(f"flush_cache: tier={shown(tier)} is not configured: give the name of a tier, or none")
+        self.evict(self._evictable)
 
     def evictable_size(self) -> int:
         """Return the number of cached tokens without a lock."""
@@ -132,8 +145,44 @@ class BasePrefixCache(ABC):
     def check_invariants(self) -> None:
         """Raise AssertionError if the cache is inconsistent. Visits all nodes."""
 
-    def record_hit(self, node: Any) -> None:  # noqa: B027
-        """Count a request that starts from `node`, for eviction policies that use the count; by default none does."""
+    def record_hit(self, node: Any, rid: str | None = None) -> None:  # noqa: B027
+        """Count a request that starts from `node`, for eviction policies that use the count; by default none does.
+        `rid`: its id, for the trace."""
+
+    def begin_step(self) -> None:  # noqa: B027
+        """A step begins: copies between tiers go on; by default there are none."""
+
+    def load_back(self, req: Req) -> None:  # noqa: B027
+        """Bring the tokens of a request that are only in host memory to the device; by default there are none."""
+
+    def prefetch(self, req: Req) -> None:  # noqa: B027
+        """Begin to read KV of a request that has arrived from a disk; by default there is none."""
+
+    def is_waiting(self, req: Req) -> bool:
+        """Return whether a request must not start yet, because KV of it is read from a disk."""
+        return False
+
+    def cancel_prefetch(self, rid: str) -> None:  # noqa: B027
+        """Forget what is read for a request that ends before it starts."""
+
+    def wait_for_disk(self) -> bool:
+        """Wait for a moment if requests wait for a disk, and nothing else can run; return whether any does."""
+        return False
+
+    def host_bytes(self) -> int:
+        """Return the bytes of KV in host memory."""
+        return 0
+
+    def disk_bytes(self) -> int:
+        """Return the bytes of KV on the disk."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027
+        """End what runs beside the engine; may be called again."""
+
+    def node_len(self, node: Any) -> int:
+        """Return the number of tokens of a node below the root; by default a node is a page."""
+        return self.page_size
 
     # --- a request's KV enters the cache ------------------------------------------------------------------------------
 
@@ -147,7 +196,7 @@ class BasePrefixCache(ABC):
         slots = self.req_to_token_pool.read(row, 0, req.kv_committed_len)
         num_whole = len(slots) // self.page_size * self.page_size
         existing = self.insert(req.key, slots[:num_whole], req.priority)
-        cached, node = self.match_prefix(req.key, num_whole)
+        cached, node, *_ = self.match_prefix(req.key, num_whole)
         self.req_to_token_pool.write(row, req.cache_protected_len, cached[req.cache_protected_len :])
         self._move_lock(req, node)
         self._free_duplicates(req, slots, existing)  # no row contains them any more
@@ -201,14 +250,16 @@ class BasePrefixCache(ABC):
         if node.parent is not None:
             self.tracer.emit(Locked.of, self, node, delta, num_tokens, rid)
 
-    def _evicted(self, num_tokens: int, rids: Sequence[str], slots: Slots, nodes: Sequence[tuple[int, int]]) -> int:
-        """Free the pages of evicted nodes; return the number of tokens. `num_tokens`: number asked for. `slots`: at
-        least one of each page. `nodes`: id and number of tokens of each."""
-        freed = sum(count for _, count in nodes)
+    def _evicted(
+        self, num_tokens: int, rids: Sequence[str], slots: Slots, nodes: Sequence[tuple[int, int]], freed: int
+    ) -> int:
+        """Free the pages of `freed` evicted tokens; return this number. `num_tokens`: number asked for. `slots`: at
+        least one of each page. `nodes`: id and number of tokens of each node that the cache has no more."""
         self._evictable -= freed
         self.num_evicted_tokens += freed
         self.token_to_kv_pool_allocator.free(slots)
-        self.tracer.emit(Evicted.of, self, num_tokens, rids, nodes)
+        if nodes:
+            self.tracer.emit(Evicted.of, self, num_tokens, rids, nodes)
         return freed
 
     def _check_pages(self, pages: Slots) -> None:

@@ -135,7 +135,8 @@ class BlockHashCache(BasePrefixCache):
         if not pages:
             return 0
         slots = np.array(pages) * self.page_size
-        return self._evicted(num_tokens, rids, slots, [(page, self.page_size) for page in pages])
+        evicted = [(page, self.page_size) for page in pages]
+        return self._evicted(num_tokens, rids, slots, evicted, len(pages) * self.page_size)
 
     def check_invariants(self) -> None:
         seen: set[bytes] = set()

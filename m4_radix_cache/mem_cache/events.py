@@ -74,11 +74,11 @@ class Inserted(Event):
         inserted = f"{self.rid or 'A request'} inserts {some(self.insert_len, 'token')} into the cache{where}"
         if not self.num_new:
             return f"{inserted}: all are cached already. {_sizes(self)}"
-        cached = f"{self.existing:,} {_are(self.existing)} cached already, " if self.existing else ""
+        cached = f"{self.existing:,} {is_or_are(self.existing)} cached already, " if self.existing else ""
         below = f"node {self.parent}" if self.parent else "the root"
         return (
-            f"{inserted}: {cached}{self.num_new:,} {_are(self.num_new)} new, from {below} down to node {self.node}. "
-            f"{_sizes(self)}"
+            f"{inserted}: {cached}{self.num_new:,} {is_or_are(self.num_new)} new, from {below} down to node "
+            f"{self.node}. {_sizes(self)}"
         )
 
 
@@ -110,8 +110,8 @@ class Split(Event):
             rid=rid,
             node=node.id,
             upper=upper.id,
-            head=len(upper.value),
-            tail=len(node.value),
+            head=upper.num_tokens,
+            tail=node.num_tokens,
             lock_ref=node.lock_ref,
             last_access_time=node.last_access_time,
         )
@@ -164,7 +164,7 @@ class Locked(Event):
         lock = f"{self.rid or 'A request'} {verb} the path to node {self.node}"
         if not self.num_tokens:
             return f"{lock}; all of it {'was protected already' if self.delta > 0 else 'stays protected'}."
-        moved = f"{some(self.num_tokens, 'token')} {_are(self.num_tokens)}"
+        moved = f"{some(self.num_tokens, 'token')} {is_or_are(self.num_tokens)}"
         now = "protected now" if self.delta > 0 else "evictable again"
         return f"{lock}: {moved} {now}. {_sizes(self)}"
 
@@ -192,7 +192,7 @@ class Evicted(Event):
     """Cached tokens with a lock, after the event."""
 
     def brief(self) -> str:
-        return f"evicted{_for(self.rids)}: {some(self.freed, 'token')}"
+        return f"evicted{for_requests(self.rids)}: {some(self.freed, 'token')}"
 
     @classmethod
     def of(cls, cache: Any, asked: int, rids: Sequence[str], evicted: Sequence[tuple[int, int]]) -> Self:
@@ -211,8 +211,8 @@ class Evicted(Event):
     def explain(self) -> str:
         short = "" if self.freed >= self.asked else ", all that no request has locked"
         return (
-            f"{some(self.asked, 'slot')} {_are(self.asked)} missing{_for(self.rids)}: "
-            f"{some(len(self.nodes), 'node')} with {some(self.freed, 'token')} {_are(len(self.nodes))} evicted, "
+            f"{some(self.asked, 'slot')} {is_or_are(self.asked)} missing{for_requests(self.rids)}: "
+            f"{some(len(self.nodes), 'node')} with {some(self.freed, 'token')} {is_or_are(len(self.nodes))} evicted, "
             f"chosen by {self.strategy}{short}. {_sizes(self)}"
         )
 
@@ -232,7 +232,7 @@ class CacheFlushed(Event):
         if not number:
             return "The cache is flushed; it was empty."
         locked = f", {self.protected:,} of them locked" if self.protected else ""
-        return f"The cache is flushed: {some(number, 'token')} {_are(number)} discarded{locked}."
+        return f"The cache is flushed: {some(number, 'token')} {is_or_are(number)} discarded{locked}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,11 +288,13 @@ def listed(rids: Sequence[str]) -> str:
     return ", ".join(at_most(4, list(rids)))
 
 
-def _for(rids: Sequence[str]) -> str:
+def for_requests(rids: Sequence[str]) -> str:
+    """Return for which requests something happens, or nothing."""
     return f" for {listed(rids)}" if rids else ""
 
 
-def _are(count: int) -> str:
+def is_or_are(count: int) -> str:
+    """Return the verb for a count."""
     return "is" if count == 1 else "are"
 
 

@@ -60,7 +60,7 @@ class EvictionHeap:
             node.entry = None
             self._num_live -= 1
 
-    def pop(self) -> TreeNode | None:
+    def pop(self) -> Any:
         """Remove and return the candidate with the smallest rank; None without candidates."""
         while self._heap:
             entry = heappop(self._heap)

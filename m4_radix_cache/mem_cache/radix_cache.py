@@ -12,7 +12,7 @@ SGLang: `mem_cache/radix_cache.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,9 +29,10 @@ class RadixCache(BasePrefixCache):
 
     strategies: ClassVar[Mapping[str, EvictionStrategy]] = STRATEGIES
     """Strategies by the name of the policy. A subclass may have others, if its `eviction_policies` names them, too."""
+    node_class: ClassVar[type[TreeNode]] = TreeNode
 
     def _start_empty(self) -> None:
-        self.root = TreeNode(0, parent=None, edge=b"", key=b"", value=NO_SLOTS, lock_ref=1)  # it is never evicted
+        self.root: Any = self.node_class(0, None, edge=b"", key=b"", value=NO_SLOTS, lock_ref=1)  # it is never evicted
         self._candidates = EvictionHeap(self.strategies[self.eviction_policy])  # unlocked leaves
         self._time = 0
         self._num_nodes_ever = 0
@@ -43,13 +44,13 @@ class RadixCache(BasePrefixCache):
         node, values, _ = self._walk(key, num_tokens // self.page_size * self.page_bytes, 0)
         return MatchResult(np.concatenate(values) if values else NO_SLOTS, node)
 
-    def _walk(self, key: RadixKey, end: int, priority: int) -> tuple[TreeNode, list[Slots], int]:
+    def _walk(self, key: RadixKey, end: int, priority: int) -> tuple[Any, list[Slots], int]:
         """Follow the first `end` bytes of `key` down the tree, and split the node in which they differ from it.
 
         Returns the last node, the slots on the path, and the number of bytes found.
         """
-        node, offset = self.root, 0
-        values: list[Slots] = []
+        node: TreeNode = self.root
+        offset, values = 0, list[Slots]()
         if not end:
             return node, values, offset
         data, page_bytes = key.data, self.page_bytes
@@ -65,9 +66,13 @@ class RadixCache(BasePrefixCache):
             values.append(node.value)
             offset += len(node.key)
             edge = data[offset : offset + page_bytes]
-        if node.entry is not None:  # only the last node of a path can be a leaf
-            self._candidates.push(node)
+        self._touched(node)
         return node, values, offset
+
+    def _touched(self, last: Any) -> None:
+        """Update the rank of the candidates on the path to `last`; only the last node of a path can be a leaf."""
+        if last.entry is not None:
+            self._candidates.push(last)
 
     def _num_common(self, node_key: bytes, data: bytes, offset: int, end: int) -> int:
         """Return the number of bytes, in whole pages, that a node shares with `data` at `offset`; at least one page."""
@@ -82,44 +87,49 @@ class RadixCache(BasePrefixCache):
     # --- insert and split ---------------------------------------------------------------------------------------------
 
     def insert(self, key: RadixKey, value: Slots, priority: int = 0) -> int:
-        if not len(value):
-            return 0
+        return self._insert(key, value, priority)[0] if len(value) else 0
+
+    def _insert(self, key: RadixKey, value: Slots, priority: int) -> tuple[int, Any]:
+        """Return what `insert` returns, and the node at which the tokens end."""
         end = len(value) * TOKEN_BYTES
         assert end % self.page_bytes == 0 and end <= len(key.data), f"{len(value)} slots for {key!r}: no whole pages"
         parent, _, offset = self._walk(key, end, priority)
-        existing, leaf = offset // TOKEN_BYTES, parent
+        existing, leaf = self._attach(parent, value[: offset // TOKEN_BYTES], key.rid), parent
         if offset < end:
             page = key.data[offset : offset + self.page_bytes]
             edge: Edge = (key.extra_key, page) if parent is self.root else page
             # A copy: the slots of the tree do not change with the caller's array.
-            leaf = self._new_node(parent, edge, key.data[offset:end], value[existing:].copy())
+            leaf = self._new_node(parent, edge, key.data[offset:end], value[offset // TOKEN_BYTES :].copy())
             leaf.priority = priority
             self._evictable += len(leaf.value)
             self._candidates.discard(parent)
             self._candidates.push(leaf)
-        self.tracer.emit(Inserted.of, self, leaf, parent, key, value, existing, priority)
-        return existing
+        self.tracer.emit(Inserted.of, self, leaf, parent, key, value, offset // TOKEN_BYTES, priority)
+        return existing, leaf
 
-    def _new_node(self, parent: TreeNode, edge: Edge, key: bytes, value: Slots) -> TreeNode:
+    def _attach(self, node: Any, value: Slots, rid: str | None) -> int:
+        """Return how many of the tokens down to the end of `node` are cached: all. `value`: the caller's slots."""
+        return len(value)
+
+    def _new_node(self, parent: TreeNode, edge: Edge, key: bytes, value: Slots) -> Any:
         self._num_nodes_ever += 1
-        parent.children[edge] = node = TreeNode(self._num_nodes_ever, parent, edge, key, value, self._time, self._time)
+        now, number = self._time, self._num_nodes_ever
+        parent.children[edge] = node = self.node_class(number, parent, edge, key, value, now, now)
         return node
 
-    def _split(self, node: TreeNode, num_bytes: int, rid: str | None) -> TreeNode:
+    def _split(self, node: Any, num_bytes: int, rid: str | None) -> Any:
         """Insert a new node with the first `num_bytes` of `node` above it, for the request `rid`; return it.
 
         The old object keeps the tail: as a handle it still stands for the whole path, locks included.
         """
-        assert node.parent is not None
         num_tokens = num_bytes // TOKEN_BYTES
-        assert 0 < num_tokens < len(node.value), f"{node!r} cannot be split at {num_tokens}"
+        assert 0 < num_tokens < node.num_tokens, f"{node!r} cannot be split at {num_tokens}"
         upper = self._new_node(node.parent, node.edge, node.key[:num_bytes], node.value[:num_tokens].copy())
         upper.lock_ref, upper.priority, upper.hit_count = node.lock_ref, node.priority, node.hit_count
         node.key, node.value = node.key[num_bytes:], node.value[num_tokens:].copy()  # a view would keep both alive
         node.parent, node.edge = upper, node.key[: self.page_bytes]
         upper.children[node.edge] = node
-        if node.entry is not None:
-            self._candidates.push(node)
+        self._touched(node)
         self.tracer.emit(Split.of, upper, node, rid)
         return upper
 
@@ -143,20 +153,26 @@ class RadixCache(BasePrefixCache):
             node.lock_ref -= 1
             if not node.lock_ref:
                 moved += len(node.value)
-                if not node.children:
+                if self._is_leaf(node):
                     self._candidates.push(node)
             node = node.parent
         self._lock_moved(last, -1, moved, rid)
 
-    def record_hit(self, node: TreeNode) -> None:
+    def _is_leaf(self, node: Any) -> bool:
+        """Return whether nothing that is below a node must be evicted before it."""
+        return not node.children
+
+    def record_hit(self, node: TreeNode, rid: str | None = None) -> None:
         """Add one hit to `node` and all above it."""
         last = node
         while node is not self.root:
             assert node.parent is not None, f"{node!r} was evicted"
             node.hit_count += 1
             node = node.parent
-        if last.entry is not None:
-            self._candidates.push(last)
+        self._touched(last)
+
+    def node_len(self, node: TreeNode) -> int:
+        return len(node.value)
 
     # --- evict --------------------------------------------------------------------------------------------------------
 
@@ -176,11 +192,11 @@ class RadixCache(BasePrefixCache):
         if not nodes:
             return 0
         slots = np.concatenate([node.value for node in nodes])
-        return self._evicted(num_tokens, rids, slots, [(node.id, len(node.value)) for node in nodes])
+        return self._evicted(num_tokens, rids, slots, [(node.id, len(node.value)) for node in nodes], freed)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
-    def nodes(self) -> Iterator[TreeNode]:
+    def nodes(self) -> Iterator[Any]:
         """Yield all nodes but the root, each before its children, the oldest child first."""
         stack = list(reversed(self.root.children.values()))
         while stack:

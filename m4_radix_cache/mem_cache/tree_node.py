@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from m4_radix_cache.mem_cache.allocator import Slots
+from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES
 
 Edge = bytes | tuple[str | None, bytes]
 """Key of a node among its siblings: its first page; below the root with the namespace before it."""
@@ -39,5 +40,9 @@ class TreeNode:
     entry: tuple[Any, int, "TreeNode"] | None = None
     """Its valid entry in the `EvictionHeap`; None if it is no candidate."""
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.key) // TOKEN_BYTES
+
     def __repr__(self) -> str:
-        return f"TreeNode({self.id}, {len(self.value)} tokens, {len(self.children)} children, lock_ref={self.lock_ref})"
+        return f"TreeNode({self.id}, {self.num_tokens} tokens, {len(self.children)} children, lock_ref={self.lock_ref})"

@@ -10,8 +10,8 @@
         `-- + 3  " prefix caching?<|im_end|>\\n<|im_ ... istant\\n"
 
 Nodes that follow each other without a fork are below each other; only a fork is indented. A table of hashes is drawn as
-chains of pages. New in m4: m3's block map showed blocks, not tokens. SGLang: `pretty_print` of its `RadixCache`; vLLM
-reports counts only.
+chains of pages. With tiers, the numbers of a node name its tier, and the title counts the tokens in host memory. New in
+m4: m3's block map showed blocks, not tokens. SGLang: `pretty_print` of its `RadixCache`; vLLM reports counts only.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,12 +29,30 @@ from m1_single_request.events import EngineStarted, StepDone, some
 from m1_single_request.tracer import TraceReader, TraceRecord
 from m3_paged_attention.events import KVSized
 from m4_radix_cache.events import Admit
+from m4_radix_cache.mem_cache.disk_events import Prefetched
 from m4_radix_cache.mem_cache.events import CacheFlushed, Evicted, Inserted, Locked, Split
+from m4_radix_cache.mem_cache.host_events import (
+    Acknowledged,
+    Demoted,
+    HostEvicted,
+    HostFlushed,
+    LoadBack,
+    Reattached,
+    WriteStarted,
+)
 
 MOST_FORKS = 8  # deeper nodes are counted, not drawn: every fork indents the nodes below it
 MOST_RANGES = 3  # of slots that are listed
 MOST_TEXT = 60  # characters of a node's text
 STYLES = {"+": "green", "*": "cyan", " ": ""}
+TIERS = {
+    "device": "",
+    "writing": ", being copied to host memory",
+    "both": ", also in host memory",
+    "loading": ", being copied from host memory",
+    "host": ", in host memory only",
+}
+"""What a drawing adds to a node, by the state of a `TieredNode`."""
 KEY = (
     "(+ new since the last drawing; * a request has started from it since then; in front: the number of the node, or "
     "of the first page; its text goes on in the nodes below it; hits: requests that started from it; used: last use by "
@@ -52,20 +70,32 @@ class Node:
     """The node above it; None for the root."""
     token_ids: Sequence[int] = ()
     pages: Sequence[int] = ()
+    """Its pages on the device; empty if it is in host memory only."""
     namespace: str | None = None
     """Its `cache_salt`."""
     last_access_time: int | None = None
     """Last use by a request, in counted lookups; None in a table."""
     lock_ref: int = 0
     hit_count: int = 0
+    is_on_host: bool = False
+    """Whether host memory has its pages, or gets them."""
+    copying: str = ""
+    """`writing` or `loading`: a copy is not acknowledged."""
     mark: str = " "
     """`+`: new since the last drawing; `*`: a request has started from it since then."""
     children: list["Node"] = field(default_factory=list)
 
     @property
+    def tier(self) -> str:
+        """Where its KV is: one of `TIERS`."""
+        if not self.pages:
+            return "host"
+        return self.copying or ("both" if self.is_on_host else "device")
+
+    @property
     def slots(self) -> np.ndarray:
-        """Its slots, `[num_tokens]`, int64."""
-        page_size = len(self.token_ids) // len(self.pages)
+        """Its slots on the device, `[num_tokens]`, int64."""
+        page_size = len(self.token_ids) // max(1, len(self.pages))
         return (np.array(self.pages)[:, None] * page_size + np.arange(page_size)).ravel()
 
     def path(self) -> Iterator["Node"]:
@@ -106,10 +136,14 @@ class RadixTreeView(TraceReader):
                 self._insert(event)
             case Split() as event:
                 self._split(event)
-            case Evicted() as event:
+            case Evicted() | HostEvicted() as event:
                 self._remove(event.nodes)
             case CacheFlushed():
                 self._remove([number for number in self.nodes if number])
+            case WriteStarted() | Acknowledged() | Demoted() | HostFlushed() | LoadBack() | Reattached() as event:
+                self._move(event)
+            case Prefetched() as event:
+                self._prefetch(event)
             case Locked() as event:
                 for node in self._touched(event):
                     node.lock_ref += event.delta
@@ -146,9 +180,39 @@ class RadixTreeView(TraceReader):
         self._touched(event)
 
     def _remove(self, numbers: Iterable[int]) -> None:
-        for node in map(self.nodes.pop, numbers):
-            node.parent.children.remove(node)
-            self._num_gone += len(node.token_ids) * (node.mark != "+")
+        """Remove nodes, and those below them, which are in host memory."""
+        left = list(numbers)
+        while left:
+            if (node := self.nodes.pop(left.pop(), None)) is not None:
+                node.parent.children.remove(node)
+                self._num_gone += len(node.token_ids) * (node.mark != "+")
+                left += [child.number for child in node.children]
+
+    def _prefetch(self, event: Prefetched) -> None:
+        """Add the node of tokens that come from the disk."""
+        if event.node is not None:
+            parent, salt = self.nodes[event.parent or 0], event.extra_key
+            node = Node(event.node, parent, event.token_ids, is_on_host=True, namespace=salt, mark="+")
+            node.last_access_time = event.last_access_time
+            self.nodes[node.number] = node
+            parent.children.append(node)
+
+    def _move(self, event: Any) -> None:
+        """Apply an event of the host tier to its nodes."""
+        end = 0
+        for node in [self.nodes[number] for number in event.nodes]:
+            match event:
+                case WriteStarted():
+                    node.is_on_host, node.copying = True, "writing"
+                case Acknowledged():
+                    node.is_on_host, node.copying = event.error is None, ""
+                case Demoted():
+                    node.pages = ()
+                case HostFlushed():
+                    node.is_on_host = False
+                case LoadBack() | Reattached():
+                    start, end = end, end + len(event.pages) * len(node.token_ids) // event.num_tokens
+                    node.pages, node.copying = event.pages[start:end], "loading" * isinstance(event, LoadBack)
 
     def _touched(self, event: Inserted | Split | Locked) -> list[Node]:
         """Set the access times up to the node of the event; a table has none. Return these nodes."""
@@ -182,12 +246,15 @@ class RadixTreeView(TraceReader):
         nodes = [node for number, node in self.nodes.items() if number]
         is_table = bool(nodes) and nodes[0].last_access_time is None
         kind = f"table of {some(len(nodes), 'hashed page')}" if is_table else f"tree of {some(len(nodes), 'node')}"
-        cached, locked = _num_tokens(nodes), _num_tokens(node for node in nodes if node.lock_ref)
+        on_device = [node for node in nodes if node.pages]
+        cached, locked = _num_tokens(on_device), _num_tokens(node for node in on_device if node.lock_ref)
+        on_host = _num_tokens(node for node in nodes if node.is_on_host)
         free = self._num_slots - self._num_held - (cached - locked)
         return Text.assemble(
             (kind if nodes else "empty cache", "bold"),
             f": {some(cached, 'token')} cached ({locked:,} locked)",
             f", {free:,} of {some(self._num_slots, 'slot')} free" if self._num_slots else "",
+            f", {some(on_host, 'token')} in host memory" if on_host else "",
             (f"; {some(self._num_gone, 'token')} gone since the last drawing" if self._num_gone else "", "yellow"),
         )
 
@@ -220,7 +287,8 @@ def _row(run: Sequence[Node], tokenizer: Any) -> Table:
     text = repr(tokenizer.decode(token_ids, skip_special_tokens=False))[1:-1]  # line breaks as escapes
     if len(text) > MOST_TEXT:
         text = f"{text[: MOST_TEXT // 2]} ... {text[-MOST_TEXT // 2 :]}"
-    numbers = Text(f"{some(len(slots), 'token')}, slots {_ranges(slots)}", "dim")
+    numbers = Text(some(len(token_ids), "token"), "dim")
+    numbers.append(f", slots {_ranges(slots)}" if len(slots) else "").append(TIERS[first.tier])
     numbers.append(f", {some(first.lock_ref, 'lock')}" if first.lock_ref else "", "bold yellow")
     numbers.append(f", {some(first.hit_count, 'hit')}")
     numbers.append("" if first.last_access_time is None else f", used {first.last_access_time}")

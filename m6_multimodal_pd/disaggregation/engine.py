@@ -158,7 +158,7 @@ class Engine:
             case "stats":
                 return asdict(self.core.stats())
             case "flush_cache":
-                return self.core.flush_cache()
+                return self.core.flush_cache(call.argument or None)
             case "check_weights":
                 self.core.weight_loader.check(call.argument)
             case "update_weights":

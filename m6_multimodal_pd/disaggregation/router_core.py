@@ -98,15 +98,16 @@ class RouterCore(EngineCoreBase):
         totals = {name: sum(stats.get(name, 0) for stats in of_engines) for name in summed}
         return EngineStats(**{**own, **totals})
 
-    def flush_cache(self) -> bool:
-        """Clear the caches of all engines. False, and nothing is cleared, while requests are unfinished.
+    def flush_cache(self, tier: str | None = None) -> bool:
+        """Clear the caches of all engines, or this tier of them. False, and nothing is cleared, while requests are
+        unfinished.
 
         An engine that has not processed the end of its last request yet is called again.
         """
         if self.has_unfinished_requests():
             return False
         deadline = time.monotonic() + CALL_TIMEOUT_S
-        while not all(self.call_all("flush_cache").values()):
+        while not all(self.call_all("flush_cache", tier or "").values()):
             if time.monotonic() > deadline:
                 raise EngineLostError(f"not all engines are done with their requests within {CALL_TIMEOUT_S:g} s")
         return True

@@ -3,9 +3,9 @@
 A placeholder is negative and names the row of its request: -1 - row. So each running request has exactly one, for its
 newest token. SGLang has a ring in place of the rows, which must be longer than all tokens that are on their way (with
 prompts in pieces a ring of three batches was too short: sglang-jax #1487). Here no placeholder is overwritten, however
-long its request waits for its next step: a request that ends keeps its row until its last step has arrived, and in the
-step that retracts one, whose row is free then, no other request starts. mini-sglang indexes its token pool in the same
-way.
+long its request waits for its next step: a request that ends keeps its row until its last step has arrived. The row
+of a retracted or preempted one is free at once; its token is written before the first one of the next owner: the device
+runs step after step. mini-sglang indexes its token pool in the same way.
 """
 
 import numpy as np

@@ -4,7 +4,8 @@ Step N + 1 is scheduled as if every request of step N had got a token that ends 
 changed for that call alone. When the tokens of step N are there, it may turn out that a request has ended, by a stop
 token or an error, while step N + 1 runs. Then its output is reported at once; its row and its slots stay until step
 N + 1 has arrived, whose token for it is dropped. An end by length is foreseen: such a request is not in step N + 1. A
-request that was retracted while its token was on its way gets that token when it arrives, and computes its KV again.
+request that was retracted or preempted while its token was on its way gets that token when it arrives, and computes its
+KV again.
 SGLang: `process_batch_result` in `event_loop_overlap`; vLLM: `num_output_placeholders` of its `AsyncScheduler`.
 """
 
@@ -74,6 +75,7 @@ class LateResults:
         """Choose the batch of the next step, before the result of the one in flight is known; None if there is nothing
         to launch."""
         scheduler = self.scheduler
+        scheduler.tree_cache.begin_step()
         scheduler.merge_last_batch()
         running = scheduler.running_batch
         running.filter_batch([i for i, req in enumerate(running.reqs) if not self._ends_with(in_flight, req)])
@@ -84,7 +86,8 @@ class LateResults:
             found = [req for rid, req in scheduler.marked.items() if rid not in before]
             self._postpone([req for req in found if isinstance(req.to_finish, FinishError)])
         assert batch is None or isinstance(batch, ScheduleBatch)
-        if batch is None and in_flight is None and scheduler.is_stuck():
+        is_idle = batch is None and in_flight is None
+        if is_idle and not scheduler.tree_cache.wait_for_disk() and scheduler.is_stuck():
             raise PartError(scheduler.nothing_runs)
         if batch is not None:
             scheduler.tracer.emit(self._batch_event, batch, in_flight)
@@ -129,6 +132,7 @@ class LateResults:
         for req, end, num_tokens in rows:
             sequence = req.sequence
             before.append((req, num_tokens, sequence.num_computed_tokens))
+            req.num_in_flight = end - sequence.num_computed_tokens
             sequence.num_computed_tokens = end
             sequence.output_token_ids.extend([PLACEHOLDER] * num_tokens)
             if not num_tokens:  # the next piece of its prompt goes on from here
@@ -140,6 +144,7 @@ class LateResults:
             scheduler.policy = policy
             for req, num_tokens, num_computed in before:
                 cast(VisionReq, req).take_back(num_tokens)
+                req.num_in_flight = 0
                 if req.req_pool_idx is not None:  # it was not retracted
                     req.sequence.num_computed_tokens = num_computed
 

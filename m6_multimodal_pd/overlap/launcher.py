@@ -90,6 +90,8 @@ class Launcher:
         self._reads: Any = None
         if self.is_cuda:
             self._reads = torch.cuda.Stream(self.runner.device)  # type: ignore[no-untyped-call]
+        if self.runner.host_pool is not None and self.thread is not None:
+            self.runner.host_pool.before_load = self.thread.wait
         self._on_thread: list[WholeStep] = []  # the last two, whose memory it reads and writes, whoever drops them
 
     def obstacle(self) -> str | None:
@@ -182,6 +184,7 @@ class Launcher:
     def _start(self, launched: ForwardOutput) -> None:
         batch, step = self._prepare(launched), self.runner.kv.step
         if self.thread is not None and isinstance(step, NativeStep) and takes(self.runner, step, batch):
+            self.runner.arrived_kv(batch.attn_metadata)
             self._start_on_thread(self.thread, step, launched)
             return
         if self.thread is not None:

@@ -44,6 +44,7 @@ GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "cache_hit_rate": ("Cached tokens as a share of all tokens of admitted requests", lambda stats: stats.hit_rate),
     "spec_accept_length": ("Tokens of a verification of drafts, on average", lambda stats: stats.accept_length),
     "num_retracted_reqs": ("Retractions of running requests in all", lambda stats: stats.num_retractions),
+    "num_preempted_reqs": ("Requests preempted for one of higher priority in all", lambda stats: stats.num_preemptions),
 }
 """What is read from the engine: a text for Prometheus, and the value."""
 

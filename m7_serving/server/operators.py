@@ -21,6 +21,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 
 from m1_single_request.errors import EngineUsageError
+from m4_radix_cache.llm_engine import Tier
 from m6_multimodal_pd.weight_loader import absolute
 from m7_serving.async_llm import AsyncLLM
 from m7_serving.openai.requests import Body
@@ -64,9 +65,9 @@ def make_operators_app(llm: AsyncLLM) -> FastAPI:
         return {}
 
     @app.post("/flush_cache")
-    async def flush_cache() -> dict[str, Any]:
-        """Clear the caches of all engines."""
-        if not await llm.call(lambda core: core.flush_cache()):
+    async def flush_cache(tier: Tier | None = None) -> dict[str, Any]:
+        """Clear the caches of all engines, or this tier of them."""
+        if not await llm.call(lambda core: core.flush_cache(tier)):
             raise EngineUsageError("the caches are cleared between requests, and some are unfinished")
         return {}
 

@@ -109,6 +109,7 @@ const HANDLERS = {
   chunk_sent: (lanes, e, place) => { if (e.is_last) lanes.of(e.rid, place).enter("transfer", place); },
   preempted: (lanes, e, place) => lanes.of(e.rid, place).enter("preempted", place),
   retract: (lanes, e, place) => lanes.of(e.rid, place).enter("preempted", place),
+  preempt: (lanes, e, place) => e.rids.slice(1).forEach((/** @type {string} */ id) => lanes.of(id, place).enter("preempted", place)),
   finish(lanes, e, place) {
     const request = lanes.of(e.rid, place);
     request.reason = e.reason;

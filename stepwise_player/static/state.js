@@ -8,7 +8,8 @@ import {isPrompt} from "./requests.js";
 /** @typedef {import("./trace.js").TraceEvent} TraceEvent */
 /** @typedef {{id: string, count: number, kind: string, guesses: number}} Part Tokens of a request in a batch. */
 /** @typedef {{step: number, budget: number, parts: Part[], guesses: Map<string, [number, number]>, padding: number}} Batch */
-/** @typedef {{parent: number, tokens: number, pages: number[], locked: number, step: number}} Node `step`: of the last change. */
+/** @typedef {"device"|"writing"|"both"|"loading"|"host"} Tier Where the KV of a node is, or between which two it is copied. */
+/** @typedef {{parent: number, tokens: number, pages: number[], locked: number, step: number, tier: Tier}} Node `pages`: on the device. `step`: of the last change. */
 /** @typedef {{list: number[], length: number}} Table The first `length` pages of a list that later states may lengthen. */
 
 const KEPT_BATCHES = 4; // overlapped steps: the batch of the next step comes before the end of this one
@@ -76,7 +77,7 @@ export class State {
   memoryByUse() {
     if (!this.numPages || this.hasSlots) return this.memory;
     const sizes = {protected: 0, owned: 0, evictable: 0, free: 0};
-    for (const {locked, tokens} of this.nodes.values()) sizes[locked > 0 ? "protected" : "evictable"] += tokens;
+    for (const {locked, tokens, tier} of this.nodes.values()) if (tier !== "host") sizes[locked > 0 ? "protected" : "evictable"] += tokens;
     for (const {node} of this.holders().values()) if (node === null) sizes.owned += this.pageSize;
     for (const count of this.awaited.values()) sizes.owned += count * this.pageSize;
     sizes.free = this.numPages * this.pageSize - sizes.protected - sizes.evictable - sizes.owned;
@@ -106,6 +107,25 @@ export class State {
   change(id, change) {
     const node = this.nodes.get(id);
     if (node) this.nodes.set(id, {...node, ...change});
+  }
+
+  /** Change all nodes of an event. @param {TraceEvent} e @param {Partial<Node>} change */
+  move(e, change) { e.nodes?.forEach((/** @type {number} */ id) => this.change(id, {...change, step: e.step})); }
+
+  /** The nodes of an event get its pages on the device. @param {TraceEvent} e @param {Tier} tier */
+  arrive(e, tier) {
+    let end = 0;
+    e.nodes?.forEach((/** @type {number} */ id, /** @type {number} */ i) => {
+      const start = end;
+      end += (e.token_counts?.[i] ?? 0) / this.pageSize;
+      this.change(id, {tier, pages: e.pages?.slice(start, end) ?? [], step: e.step});
+    });
+  }
+
+  /** Remove nodes, and those below them, which are in host memory. @param {number[]} ids */
+  remove(ids) {
+    for (let gone = ids; gone.length; gone = [...this.nodes].filter(([, node]) => node.parent && !this.nodes.has(node.parent)).map(([id]) => id))
+      for (const id of gone) this.nodes.delete(id);
   }
 
   /** The cached part of a request ends at a node now. @param {string} id @param {number} node */
@@ -161,9 +181,9 @@ const HANDLERS = {
   // m4 and later
   inserted(s, e) { // an insertion that adds nothing names the node that has it all
     const tokens = e.insert_len - e.existing;
-    if (e.last_access_time != null) { if (tokens) s.nodes.set(e.node, {parent: e.parent, tokens, pages: e.pages ?? [], locked: 0, step: e.step}); }
+    if (e.last_access_time != null) { if (tokens) s.nodes.set(e.node, {parent: e.parent, tokens, pages: e.pages ?? [], locked: 0, step: e.step, tier: "device"}); }
     else e.pages?.forEach((/** @type {number} */ id, /** @type {number} */ i) => // in a table of hashes, each page is a node
-      s.nodes.set(id, {parent: i ? e.pages[i - 1] : e.parent, tokens: s.pageSize, pages: [id], locked: 0, step: e.step}));
+      s.nodes.set(id, {parent: i ? e.pages[i - 1] : e.parent, tokens: s.pageSize, pages: [id], locked: 0, step: e.step, tier: "device"}));
   },
   split(s, e) {
     const lower = s.nodes.get(e.node);
@@ -179,11 +199,20 @@ const HANDLERS = {
     else if (s.tables.has(e.rid)) s.attach(e.rid, e.node);
     else s.ends.set(e.rid, e.node);
   },
-  evicted: (s, e) => e.nodes?.forEach((/** @type {number} */ id) => s.nodes.delete(id)),
+  evicted: (s, e) => s.remove(e.nodes ?? []),
+  write_started: (s, e) => s.move(e, {tier: "writing"}),
+  acknowledged: (s, e) => s.move(e, {tier: e.error == null ? "both" : "device"}),
+  demoted: (s, e) => s.move(e, {tier: "host", pages: []}),
+  host_flushed: (s, e) => s.move(e, {tier: "device"}),
+  host_evicted: (s, e) => s.remove(e.nodes ?? []),
+  load_back: (s, e) => s.arrive(e, "loading"),
+  reattached: (s, e) => s.arrive(e, "both"),
+  prefetched(s, e) { if (e.node != null) s.nodes.set(e.node, {parent: e.parent, tokens: e.token_ids?.length ?? 0, pages: [], locked: 0, step: e.step, tier: "host"}); },
   cache_flushed: s => s.nodes.clear(),
   rolled_back: (s, e) => s.cut(e.rid, Math.ceil(e.committed / s.pageSize)),
   released: (s, e) => s.cut(e.rid, Math.ceil(e.start / s.pageSize)),
   retract: (s, e) => s.drop(e.rid),
+  preempt: (s, e) => e.rids?.slice(1).forEach((/** @type {string} */ id) => s.drop(id)),
   // m6: KV from another engine
   room_taken(s, e) { s.attach(e.rid, s.ends.get(e.rid) ?? 0); s.awaited.set(e.rid, e.num_pages); },
   chunk_received(s, e) {

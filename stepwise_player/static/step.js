@@ -41,6 +41,8 @@ export function drawMemory(box, state) {
     bar.append(make("span", {class: `part ${kind}`, style: `flex:${value}`, title: text}));
     note.append(make("span", {class: `key ${kind}`}, text));
   }
+  const onHost = [...state.nodes.values()].reduce((sum, {tier, tokens}) => sum + (tier === "device" ? 0 : tokens), 0);
+  if (onHost) note.append(make("span", {class: "key cached"}, `${onHost.toLocaleString("en")} in host memory`));
   if (!parts.length) note.append("empty");
   box.replaceChildren(bar, note);
 }

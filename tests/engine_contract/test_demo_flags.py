@@ -34,8 +34,9 @@ HELP = [
     ),
     (
         "m4",
-        """cache eviction-policy cache-salt priority schedule-policy schedule-conservativeness page-size
-        max-total-tokens""",
+        """cache eviction-policy cache-salt priority schedule-policy schedule-conservativeness
+        priority-preemption preemption-threshold page-size max-total-tokens host-memory write-policy disk disk-bytes
+        prefetch-policy""",
         "Number of users in part 1 of the tour. Default: 5.",
     ),
     (
@@ -87,6 +88,7 @@ def test_every_flag_of_a_milestone_and_of_those_before_it_has_a_help(
         *(("m1", flags) for flags in ("--nonsense", "--max-tokens many", "--trace loud", "--prompt a --chat", "stray")),
         ("m3", "--execution padded"),
         *(("m4", flags) for flags in ("--preemption swap", "--num-blocks 9", "--schedule-policy foo", "--cache tree")),
+        *(("m4", f"--host-memory {size}") for size in ("64MB", "1.5GiB", "MiB", "much")),
     ],
 )
 def test_a_flag_or_choice_that_does_not_exist_is_refused_with_the_usage(
@@ -141,6 +143,9 @@ WRONG = [
     ("m4", "--max-total-tokens 8", "max_total_tokens=8"),
     ("m4", "--cache hash --eviction-policy lfu", "eviction_policy='lfu'"),
     ("m4", "--prompt a --cache-salt=", "cache_salt=''"),
+    ("m4 m6", "--disk somewhere", "disk_path='somewhere' has no effect without host_memory_bytes"),
+    ("m4", "--host-memory 1KiB", "host_memory_bytes=1024 is less than a page of KV, 64.0 KiB"),
+    ("m4 m6", "--priority-preemption", "priority_preemption=True has no effect with schedule_policy='lpm'"),
     ("m4 m5", "--prompt a --priority 99999999999999999999", "priority=99999999999999999999"),
     ("m5", "--prompt x --draft-model somewhere", "has no effect with method=None"),
     ("m5", "--schedule prefill_first --target-gap-ms 3", "target_gap_ms has no effect"),

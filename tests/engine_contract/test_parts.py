@@ -5,6 +5,8 @@ its role.
 """
 
 import importlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,12 +88,16 @@ NEW_ROLES: dict[str, set[str]] = {
     "m3_paged_attention": {"preemption"},
     "m4_radix_cache": {
         *("req_to_token_pool", "token_to_kv_pool_allocator", "prefix_cache", "schedule_policy", "prefill_adder"),
+        *("tiered_cache", "disk_cache", "host_kv_pool"),
     },
     "m5_chunked_prefill_spec": {"composer", "proposer", "speculation", "draft_runner", "rejection_sampler"},
     "m6_multimodal_pd": {"media_reader", "embedding_cache", "encoder", "encoder_budget"},
 }
-ONLY_IF_ASKED = {"draft_runner", "rejection_sampler", "media_reader", "embedding_cache", "encoder", "encoder_budget"}
-"""Roles that a text model without a draft model may do without."""
+ONLY_IF_ASKED = {
+    *("draft_runner", "rejection_sampler", "media_reader", "embedding_cache", "encoder", "encoder_budget"),
+    *("tiered_cache", "disk_cache", "host_kv_pool"),
+}
+"""Roles that a text model without a draft model and without tiers may do without."""
 
 
 def noting(default: Any, role: str, built: set[str]) -> Any:
@@ -123,4 +129,21 @@ def test_a_part_of_ones_own_in_every_role_is_used_by_this_engine_alone(variant: 
     built.clear()
     maker(variant.parts(), **limits)
     assert not built and importlib.import_module(f"{variant.milestone}.wiring").PARTS is variant.package.PARTS
+    maker.check()
+
+
+@pytest.mark.parametrize("variant", [M4_RADIX, M5_GUESSING, M6], ids=str)
+@pytest.mark.parametrize("role", ["tiered_cache", "disk_cache"])
+def test_a_part_of_ones_own_in_the_role_of_a_tier_is_used_if_the_configuration_names_it(
+    variant: Variant, role: str, load: Any, tmp_path: Path
+) -> None:
+    defaults, built = {**variant.package.PARTS, **variant.parts()}, set[str]()
+    tiers = {each: noting(defaults[each], each, built) for each in ("tiered_cache", "disk_cache", "host_kv_pool")}
+    maker = EngineMaker(variant.package, load(variant.package, variant.part("model_loader")))
+    limits = variant.limits(2, None, None)
+    disk = tmp_path / "disk" if role == "disk_cache" else None
+    cache = replace(limits["cache_config"], host_memory_bytes=2**20, disk_path=disk)
+    engine = maker({**variant.parts(), **tiers}, **limits | {"cache_config": cache})
+    assert len(engine.generate([5, 6, 7], greedy(4)).token_ids) == 4
+    assert built == {role, "host_kv_pool"}
     maker.check()

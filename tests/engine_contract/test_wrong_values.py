@@ -41,6 +41,8 @@ WRONG: Wrong = {
     m4.SchedulerConfig: {
         "schedule_policy": (None, ["lpm"]),
         "schedule_conservativeness": (-0.1, NAN, INFINITE, 10**400, True, "1", None),
+        "priority_preemption": (1, None, "yes"),
+        "preemption_threshold": (-1, 1.5, None, True),
     },
     m4.CacheConfig: {
         "page_size": (0, 16.0, None, True),

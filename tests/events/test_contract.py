@@ -26,6 +26,8 @@ VOLATILE = {
     "chunk_received": {"seconds"},
     "reported": {"text"},
     "step_arrived": {"device_ms", "waited_ms"},
+    "acknowledged": {"copy_ms"},
+    "prefetched": {"waited_ms"},
 }
 """What may differ between runs or machines, by the kind of event; nothing else may."""
 
@@ -40,7 +42,8 @@ WITHOUT_REQUEST = {
     "costs_measured graphs_captured graphs_unavailable normal_order",
     "a step or its forward as a whole; `batch` of the same step has the requests": "step_done forward kv_usage "
     "blocks_used audit step_launched step_arrived",
-    "the whole cache, flushed by a call of the user": "cache_flushed",
+    "the whole cache or a tier, flushed by a call of the user": "cache_flushed host_flushed",
+    "the disk, to which pages are written beside the steps": "disk_failed",
     "an engine or a process, and the way between two of them": "path_chosen engine_joined engine_refused "
     "media_process_lost",
 }

@@ -4,7 +4,18 @@ from dataclasses import replace
 
 from m1_single_request.trace_event import Event
 from m4_radix_cache.events import Admit, Audit, Batch, Matched, NotAdmitted, PolicyOrder, RequestOptions, Retract
+from m4_radix_cache.mem_cache.disk_events import DiskFailed, Prefetched, PrefetchStarted
 from m4_radix_cache.mem_cache.events import CacheFlushed, DuplicatesFreed, Evicted, Inserted, Locked, Released, Split
+from m4_radix_cache.mem_cache.host_events import (
+    Acknowledged,
+    Demoted,
+    HostEvicted,
+    HostFlushed,
+    LoadBack,
+    Reattached,
+    WriteStarted,
+)
+from m4_radix_cache.preemption_events import Preempt
 
 MATCHED = Matched(rid="c", query_len=545, limit=544, device_hit=512, host_hit=0)
 INSERTED = Inserted(
@@ -16,6 +27,23 @@ LOCKED = Locked(rid="c", node=4, delta=1, num_tokens=512, last_access_time=5, ev
 EVICTED = Evicted(
     rids=("a", "b"), asked=20, freed=48, nodes=(5, 3), token_counts=(16, 32), strategy="lru", evictable=100,
     protected=1,
+)  # fmt: skip
+WRITE = WriteStarted(rids=("c",), nodes=(4, 6), num_tokens=48, num_bytes=98304, host_used=1024)
+ACK = Acknowledged(
+    rids=("c",), direction="write", nodes=(4,), num_tokens=32, num_bytes=65536, error=None, copy_ms=0.5,
+)  # fmt: skip
+DEMOTED = Demoted(rids=("a", "b"), asked=20, freed=48, nodes=(5, 3), token_counts=(16, 32), strategy="lru")
+HOST_EVICTED = HostEvicted(
+    rids=("a",), asked=16, freed=32, nodes=(7,), token_counts=(32,), strategy="lru", host_used=992,
+)  # fmt: skip
+LOAD = LoadBack(
+    rid="c", nodes=(5, 3), token_counts=(16, 32), pages=(4, 8, 9), num_tokens=48, num_bytes=98304, evictable=0,
+    protected=48,
+)  # fmt: skip
+REATTACHED = Reattached(rid="c", nodes=(5,), token_counts=(16,), pages=(4,), num_tokens=16)
+PREFETCHED = Prefetched(
+    rid="c", asked=768, found=512, waited_ms=3.25, failure=None, node=8, parent=2, extra_key=None,
+    token_ids=tuple(range(496)), last_access_time=7,
 )  # fmt: skip
 AUDIT = Audit(available=1000, evictable=500, protected=400, owned=100, total=2000)
 ORDER = PolicyOrder(
@@ -29,6 +57,9 @@ WAITS = NotAdmitted(
     rid="a", limit="memory", is_locked=False, needed=95, available=90, num_waiting=2, prefix=48, cur_rem=112,
     evictable=0,
 )  # fmt: skip
+PREEMPT = Preempt(
+    rids=("u", "a", "b"), priorities=(20, 0, 3), threshold=10, token_counts=(70, 1), need=95, before=40, after=1200,
+)  # fmt: skip
 RETRACT = Retract(rid="a", num_tokens=70, num_output_tokens=9, needed=32, available=16, new_token_ratio=0.25)
 BATCH = Batch(
     mode="extend", rids=("a", "b"), extend_lens=(2, 1), prefix_lens=(512, 15), seq_lens=(514, 16),
@@ -36,6 +67,11 @@ BATCH = Batch(
 )  # fmt: skip
 
 EXAMPLES: dict[Event, list[str]] = {
+    PREEMPT: [
+        "u of priority 20 may need 95 slots and has no room: 40 are neither taken nor reserved, or no row is free.",
+        "It preempts a (priority 0, 70 tokens), b (priority 3, 1 token), because its priority is higher",
+        "Then 1,200 are neither taken nor reserved.",
+    ],
     MATCHED: ["c can skip 512 of its 545 tokens, whose KV is in the cache", "544 would be the most", "33 are left"],
     replace(MATCHED, device_hit=544): ["skip 544 of its 545 tokens", "1 is left to compute."],
     replace(MATCHED, device_hit=0): ["c can skip none of its 545 tokens: no prefix of it is cached."],
@@ -63,6 +99,41 @@ EXAMPLES: dict[Event, list[str]] = {
     replace(EVICTED, rids=(), asked=50, freed=16, nodes=(5,), token_counts=(16,)): [
         "50 slots are missing: 1 node with 16 tokens is evicted, chosen by lru, all that no request has locked.",
     ],
+    WRITE: ["2 nodes with 48 tokens (96.0 KiB) are copied to host memory for c, beside the steps.", "1,024 tokens"],
+    replace(WRITE, rids=(), nodes=(4,)): ["Node 4 with 48 tokens (96.0 KiB) is copied to host memory, beside"],
+    ACK: ["Node 4 with 32 tokens has been copied to host memory for c: 64.0 KiB in 0.50 ms, 0.1 GB/s."],
+    replace(ACK, direction="load", nodes=(4, 6), copy_ms=0.0): [
+        "2 nodes with 32 tokens have been copied to the device for c: 64.0 KiB in 0.00 ms.",
+    ],
+    replace(ACK, error="no memory"): [
+        "could not be copied to host memory for c: no memory. Host memory does not have these tokens.",
+    ],
+    DEMOTED: [
+        "20 slots are missing for a, b: 2 nodes with 48 tokens, chosen by lru, are in host memory only from now on.",
+    ],
+    replace(DEMOTED, nodes=(5,), token_counts=(16,), freed=16): ["node 5 with 16 tokens, chosen by lru, is in host"],
+    HOST_EVICTED: [
+        "Host memory lacks room for 16 tokens for a: node 7 with 32 tokens, chosen by lru, is evicted from it.",
+        "Host memory holds 992 tokens now.",
+    ],
+    HostFlushed(nodes=(), num_tokens=0): ["Host memory is flushed."],
+    HostFlushed(nodes=(5, 3), num_tokens=48): [
+        "Host memory is flushed: 2 nodes with 48 tokens are on the device only.",
+    ],
+    LOAD: ["c finds 48 tokens more in host memory: 2 nodes (96.0 KiB) are copied to the device."],
+    REATTACHED: ["Node 5 with 16 tokens is on the device again: c has computed what was in host memory only."],
+    replace(REATTACHED, rid=None): ["on the device again: a request has computed"],
+    PrefetchStarted(rid="c", asked=768, policy="timeout"): [
+        "The disk has KV of c: the pages of its next 768 tokens are read to host memory", "missing (timeout).",
+    ],
+    PREFETCHED: [
+        "c has waited 3.2 ms for the disk: KV of 512 of 768 tokens was read to host memory, of which 496 are new "
+        "there: node 8.",
+    ],
+    replace(PREFETCHED, found=0, node=None, parent=None, token_ids=(), failure="wrong checksum"): [
+        "KV of 0 of 768 tokens was read to host memory. The page behind them cannot be used: wrong checksum.",
+    ],
+    DiskFailed(reason="no space left"): ["A page of KV could not be written to the disk: no space left."],
     CacheFlushed(evictable=512, protected=0): ["The cache is flushed: 512 tokens are discarded."],
     CacheFlushed(evictable=0, protected=0): ["The cache is flushed; it was empty."],
     CacheFlushed(evictable=1, protected=32): ["33 tokens are discarded, 32 of them locked."],

@@ -66,6 +66,48 @@ def test_the_tour_shares_converses_evicts_and_explains(
     check_last_cache(records)
 
 
+def test_a_conversation_leaves_the_device_and_comes_back_and_a_later_process_finds_it_on_the_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--host-memory", "64MiB", "--disk", str(tmp_path / "disk")]
+    outs = []
+    for _ in range(2):
+        assert demo.main(flags) == 0
+        out, err = capsys.readouterr()
+        assert err == "" and max(map(len, out.splitlines())) <= 80
+        outs.append(words(out))
+    for out in outs:
+        for part in (
+            "The device has room for 1,024 tokens, host memory for 64.0 MiB of KV.",
+            "584 prompt tokens: 560 on the device, 0 in host memory, 24 computed.",
+            "The device evicts 1,664 tokens that stay in host memory; 0 more are discarded.",
+            "tree of 11 nodes: 576 tokens cached (0 locked), 448 of 1,024 slots free, 2,240 tokens in host memory",
+            "614 prompt tokens: 16 on the device, 576 in host memory, 22 computed.",
+            "req-5 finds 576 tokens more in host memory: 4 nodes (2.2 MiB) are copied to the device.",
+            "4 nodes with 576 tokens have been copied to the device for req-5: 2.2 MiB in",
+            "req-6, without cached KV: 614 prompt tokens: 0 on the device, 0 in host memory, 614 computed.",
+            "The answers are the same.",
+        ):
+            assert part in out, part
+    assert "526 prompt tokens: 0 on the device, 0 in host memory, 526 computed." in outs[0]
+    assert "read from the disk" not in outs[0] and "has 11.6 MiB of KV" in outs[0]
+    for part in (
+        "526 prompt tokens: 0 on the device, 512 in host memory (512 of them read from the disk), 14 computed.",
+        "The disk has KV of req-0: the pages of its next 512 tokens are read to host memory",
+        "ms for the disk: KV of 512 of 512 tokens was read to host memory, of which 512 are new there: node 1.",
+    ):
+        assert part in outs[1], part
+
+
+@pytest.mark.parametrize("flags", ["--write-policy write_back", "--host-memory 1MiB", "--page-size 5 --n 2"])
+def test_the_tour_of_the_tiers_follows_its_flags(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--host-memory", "64MiB", *flags.split()]) == 0
+    out = words(capsys.readouterr().out)
+    assert "outlives the process" not in out and "directory" not in out and "The answers are the same." in out
+    assert ("0 more are discarded" in out) == ("1MiB" not in flags)
+    assert ("copied to the device for req-5" in out) == ("1MiB" not in flags)
+
+
 def check_last_cache(records: list[TraceRecord]) -> None:
     """At the last audit, the view of all engines of a tour, drawn from its trace file, is the cache of the last one."""
     view, num_cached = RadixTreeView(), []

@@ -6,6 +6,8 @@ cached tokens are evicted and requests are retracted. Every step is audited. Tha
 up is counted, because traffic in which nothing of that happens would prove nothing.
 """
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, prompt_of
 from tests.m4_radix_cache.conversations import check_two_turns, conversations
 from tests.m4_radix_cache.engines import MakeEngine, check_flushed, check_step, setting
+from tests.m4_radix_cache.tiers import COPIES, Tiers, count_copies, tiers_of
+from tests.support.amounts import examples
 
 ASKS = conversations((1, 7, 8, 16, 20, 33), CLEAR_SETTINGS)
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
@@ -38,21 +42,24 @@ LIMITS = st.fixed_dictionaries(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("cache", "page_size"),
-    [("radix", 1), ("radix", 4), ("radix", 16), ("hash", 4), ("chunk", 4)],
+    [("radix", 1), ("radix", 4), ("radix", 16), ("hash", 4), ("chunk", 4), *(("tiers", size) for size in (1, 4, 16))],
     ids=lambda value: str(value),
 )
-def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone, cache: str, page_size: int) -> None:
+def test_any_traffic_gets_the_tokens_of_m1(
+    make_engine: MakeEngine, alone: Alone, tmp_path: Path, cache: str, page_size: int
+) -> None:
     references: list[Reference] = []
-    seen = {"cached": 0, "evicted": 0, "retracted": 0, "next turns": 0}
+    seen = Counter[str]()
 
-    @settings(max_examples=10)
+    @settings(max_examples=10 if cache != "tiers" else examples(60))
     @given(
         asks=st.lists(ASKS, min_size=5, max_size=8),
         limits=LIMITS,
-        eviction_policy=st.sampled_from(EVICTIONS if cache == "radix" else EVICTIONS[:1]),
+        eviction_policy=st.sampled_from(EVICTIONS if cache in ("radix", "tiers") else EVICTIONS[:1]),
         spare_tokens=st.integers(0, 60),
         spare_budget=st.none() | st.integers(0, 3),
         parts=st.sampled_from(PARTS),
+        tiers=tiers_of(cache, tmp_path),
     )
     def holds(
         asks: list[SharingAsk],
@@ -61,6 +68,7 @@ def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone
         spare_tokens: int,
         spare_budget: int | None,
         parts: dict[str, Any],
+        tiers: Tiers | None,
     ) -> None:
         longest = max(ask.prompt_len for ask in asks)
         budget = None if spare_budget is None else max(limits["max_num_seqs"], longest) + spare_budget
@@ -68,11 +76,12 @@ def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone
         configs = setting(
             tokens=tokens,
             page_size=page_size,
-            cache=cache,
             max_num_batched_tokens=budget,
             eviction_policy=eviction_policy,
             **limits,
+            **({"cache": cache} if tiers is None else tiers.settings),
         )
+        parts = parts if tiers is None else parts | tiers.parts(page_size)
         with make_engine(parts, eos_token_ids=EOS, **configs) as engine:
             most = min(tokens - 2, budget or tokens)
             found, num_cached = check_two_turns(engine, asks, alone, check_step, tokens=tokens, most=most)
@@ -82,11 +91,14 @@ def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone
             seen["cached"] += stats.num_cached_tokens
             seen["evicted"] += stats.num_evicted_tokens
             seen["retracted"] += stats.num_retractions
+            seen.update(count_copies(engine))
             check_flushed(engine)
 
     holds()
     check_cuts(references)
     assert seen["retracted"] > 4, seen
+    if cache == "tiers":
+        assert min(seen[name] for name in COPIES[:4]) > 5 and seen["failed"], seen
     if cache == "chunk":
         assert seen["cached"] == seen["evicted"] == seen["next turns"] == 0, seen
     else:

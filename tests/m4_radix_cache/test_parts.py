@@ -42,7 +42,7 @@ def without(part: Any, verb: str) -> Any:
         ({"scheduler": m3_paged_attention.PARTS["scheduler"]}, "Scheduler has no get_next_batch_to_run"),
         (
             {"model_runner": m3_paged_attention.PARTS["model_runner"]},
-            "cannot be called as the default part is: .* 'req_to_token_pool'",
+            r"ModelRunner has no use_host_memory\(\)",
         ),
         (
             {"input_processor": m3_paged_attention.PARTS["input_processor"]},

@@ -1,6 +1,7 @@
 """The picture of the prefix cache, drawn from the trace: its nodes, their numbers, and the marks of changes."""
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -10,15 +11,18 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from m1_single_request.trace_event import Event
 from m1_single_request.trace_file import read_trace
 from m1_single_request.tracer import Tracer
 from m4_radix_cache import DEFAULT_MODEL, TraceConfig
 from m4_radix_cache.events import Admit
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.mem_cache.host_events import Acknowledged, Demoted, HostEvicted, LoadBack, Reattached, WriteStarted
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.views.radix_tree import RadixTreeView
 from tests.m4_radix_cache.caches import find, make_cache, put
 from tests.m4_radix_cache.engines import MakeEngine, cache_of, greedy, ids, setting
+from tests.m4_radix_cache.tiers import Tiers, count_copies
 from tests.support.views import text_of
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
@@ -247,20 +251,70 @@ def test_after_every_step_of_a_random_run_the_view_is_the_cache(
     assert drawn(view)[0].startswith("empty cache: 0 tokens cached (0 locked), 88 of 88 slots free")
 
 
+@pytest.mark.parametrize(
+    ("write_policy", "failing"), [("write_through", 0.2), ("write_through_selective", 0.0), ("write_back", 0.2)]
+)
+def test_after_every_step_the_tiers_of_the_view_are_those_of_the_cache(
+    make_engine: MakeEngine, tmp_path: Path, write_policy: str, failing: float
+) -> None:
+    """Copies that are late, out of order or fail, in little memory of both kinds, with a disk; read from the file it is
+    the same. Every event names its requests."""
+    random, copies, seen = Random(7), Counter[str](), set[str]()
+    for seed, prefetch_policy in enumerate((None, "wait_complete", "timeout")):
+        view, path = RadixTreeView(), tmp_path / f"{seed}.jsonl"
+        tiers = Tiers(64, write_policy, 1, seed, failing, tmp_path / "disk", prefetch_policy)
+        engine = make_engine(
+            tiers.parts(4),
+            **setting(3, tokens=88, conservativeness=0.0, page_size=4, **tiers.settings),
+            trace_config=TraceConfig(readers=(view,), jsonl=path),
+        )
+        for _ in range(16):
+            prompt = [*ids(9), *ids(random.choice((4, 9, 20)), random.choice((5, 40, 60)))]
+            engine.add_request(prompt, greedy(12), cache_salt=random.choice((None, None, "tenant")))
+            for _ in range(random.randrange(6)):
+                engine.step()
+                check_view(engine, view, random.randrange(20, 120))
+        while engine.has_unfinished_requests():
+            engine.step()
+            check_view(engine, view, 80)
+        copies += count_copies(engine)
+        for tier in ("host", "device") if write_policy != "write_back" else ("device", "host"):
+            assert engine.flush_cache(tier)
+            check_view(engine, view, 80)
+        later, events = RadixTreeView(), list[Event]()
+        for record in read_trace(path, "m4_radix_cache"):
+            later.read(record)
+            events.append(record.event)
+        ends = [index for index, event in enumerate(events) if event.kind == "step_done"]
+        for event in events[: ends[-1]]:  # what follows is caused by a call of the user
+            if isinstance(event, WriteStarted | Acknowledged | Demoted | HostEvicted | LoadBack | Reattached):
+                assert event.request_ids()
+                seen.add(event.kind)
+        later.draw(TOKENIZER)
+        assert drawn(later) == drawn(view)
+    assert copies["loaded"] and copies["written"] and copies["evicted from the host"]
+    assert (copies["failed"] > 0) == (failing > 0) and copies["from the disk"]
+    assert {"write_started", "acknowledged", "demoted", "host_evicted", "load_back"} <= seen
+
+
 def check_view(engine: Any, view: RadixTreeView, width: int) -> None:
     stats, cache = engine.stats(), cache_of(engine)
     num_tokens = stats.evictable_size + stats.protected_size
     picture = view.draw(TOKENIZER)
     title = printed(picture, 200)[0]
+    if on_host := sum(len(node.token_ids) for node in view.nodes.values() if node.is_on_host):
+        assert f"slots free, {on_host} tokens in host memory" in title
     assert f"{num_tokens:,} tokens cached ({stats.protected_size:,} locked)" in title
     assert f"{stats.available_size:,} of {stats.max_total_tokens:,} slots free" in title
     assert max(map(len, printed(picture, width))) <= max(width, 40)
     if isinstance(cache, RadixCache):
+        assert view.nodes.keys() == {0, *(node.id for node in cache.nodes())}
         for node in cache.nodes():
             shown = view.nodes[node.id]
             assert node.parent is not None and shown.parent is not None and shown.parent.number == node.parent.id
             assert (shown.lock_ref, shown.hit_count) == (node.lock_ref, node.hit_count)
-            assert shown.slots.tolist() == node.value.tolist() and len(shown.token_ids) == len(node.value)
+            assert shown.slots.tolist() == node.value.tolist() and len(shown.token_ids) == node.num_tokens
+            assert shown.tier == getattr(node, "state", "device")
             assert shown.last_access_time is not None
             assert shown.last_access_time <= node.last_access_time, "a look-up without an admission is in no event"
 

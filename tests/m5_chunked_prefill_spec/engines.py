@@ -34,7 +34,10 @@ from tests.support.engines import (
 VOCAB_SIZE = 4096
 COSTS = CostTable((1, 16, 256), (1.0, 1.5, 8.0), context_ms=0.1)
 """A table, so that engines of tests need not measure."""
-SHARED = ("tokens", "page_size", "cache", "eviction_policy", "policy", "conservativeness", "debug")
+SHARED = (
+    *("tokens", "page_size", "cache", "eviction_policy", "policy", "conservativeness", "debug"),
+    *("host_memory_bytes", "write_policy", "disk_path", "prefetch_policy"),
+)
 """Arguments of m4's `setting`."""
 
 

@@ -19,10 +19,19 @@ class FakeWork:
     """Decodes of so many requests with so many guesses, and a prompt; writes down what it is asked."""
 
     def __init__(
-        self, *, budget: int = 32, running: int = 0, drafts: int = 0, prompt: int = 0, start: int = 0, context: int = 0
+        self,
+        *,
+        budget: int = 32,
+        running: int = 0,
+        drafts: int = 0,
+        prompt: int = 0,
+        start: int = 0,
+        context: int = 0,
+        may_preempt: bool = False,
     ) -> None:
         self.max_num_batched_tokens, self.num_running, self.prefill_start = budget, running, start
         self.wants_prefill = prompt > 0
+        self.may_preempt, self.running_lens = may_preempt, np.full(running, context)
         self.drafts, self.prompt, self.context = drafts, prompt, context
         self.asked: list[tuple[Any, ...]] = []
 
@@ -36,7 +45,11 @@ class FakeWork:
 
     def get_new_batch_prefill(self, num_tokens: int, bound_by: str = "max_num_batched_tokens") -> Any:
         self.asked.append(("prompts", num_tokens, bound_by))
-        return SimpleNamespace(name="prompts") if self.prompt and num_tokens > 0 else None
+        return (
+            SimpleNamespace(name="prompts", new_lens=np.array([min(self.prompt, num_tokens)]))
+            if self.prompt and num_tokens > 0
+            else None
+        )
 
     def mix(self, prompts: Any, decodes: Any) -> Any:
         self.asked.append(("mix",))
@@ -53,6 +66,24 @@ BUDGET = "max_num_batched_tokens"
 
 
 # --- decodes first ----------------------------------------------------------------------------------------------------
+
+
+def test_prompts_come_first_where_they_may_preempt_and_leave_decodes_their_tokens() -> None:
+    work = FakeWork(budget=32, running=5, prompt=20, drafts=9, may_preempt=True)
+    assert composed(DecodeFirst(), work) == "mixed"
+    assert work.asked == [("prompts", 27, BUDGET), ("decodes", 7), ("mix",)]
+    work = FakeWork(budget=32, running=5, may_preempt=True)
+    assert composed(DecodeFirst(), work) == "decodes"
+
+
+def test_the_target_limits_prompts_that_may_preempt_as_others() -> None:
+    for context in (0, 300):
+        asked = []
+        for may_preempt in (False, True):
+            work = FakeWork(budget=64, running=4, prompt=100, context=context, may_preempt=may_preempt)
+            composed(DecodeFirst(target_gap_ms=30, cost_table=LONG), work)
+            asked += [each for each in work.asked if each[0] == "prompts"]
+        assert asked[0] == asked[1]
 
 
 def test_decodes_come_first_and_prompts_get_what_they_leave_to_the_last_token() -> None:

@@ -6,6 +6,8 @@ way of guessing, random guesses included. Drawn answers are compared, too, where
 draft model draws keep the distribution only, which `test_rejection_sampler.py` holds to it.
 """
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from tests.equivalence.forced_retraction import ForcedRetractionInPieces, InTurn
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk
 from tests.m4_radix_cache.conversations import check_two_turns, conversations
+from tests.m4_radix_cache.tiers import COPIES, Tiers, count_copies, tiers_of
 from tests.m5_chunked_prefill_spec.engines import Guessing, MakeEngine, check_flushed, check_step, setting
 
 LENGTHS = (1, 7, 16, 20, 33, 50)
@@ -52,16 +55,18 @@ TOTALS = {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("speculator", SPECULATORS)
-@pytest.mark.parametrize(("cache", "page_size"), [("radix", 1), ("radix", 4), ("radix", 16), ("chunk", 4)])
+@pytest.mark.parametrize(
+    ("cache", "page_size"), [("radix", 1), ("radix", 4), ("radix", 16), ("chunk", 4), ("tiers", 4)]
+)
 def test_any_traffic_gets_the_tokens_of_m1(
-    make_engine: MakeEngine, alone: Alone, cache: str, page_size: int, speculator: str
+    make_engine: MakeEngine, alone: Alone, tmp_path: Path, cache: str, page_size: int, speculator: str
 ) -> None:
     references: list[Reference] = []
-    seen = dict.fromkeys([*TOTALS, "cut", "mixed"], 0)
+    seen = Counter[str]()
     own = dict(SPECULATORS[speculator])
     parts_of = {"proposer": own.pop("proposer")} if "proposer" in own else {}
 
-    @settings(max_examples=10)
+    @settings(max_examples=20 if cache == "tiers" else 15)
     @given(
         traffic=st.lists(
             conversations(LENGTHS, GREEDY if speculator == "draft_model" else list(CLEAR_SETTINGS)),
@@ -72,14 +77,22 @@ def test_any_traffic_gets_the_tokens_of_m1(
         spare_tokens=st.integers(0, 60),
         budget=st.sampled_from([16, 17, 23, 64]),
         parts=st.sampled_from(PARTS),
+        tiers=tiers_of(cache, tmp_path),
     )
     def holds(
-        traffic: list[SharingAsk], limits: dict[str, Any], spare_tokens: int, budget: int, parts: dict[str, Any]
+        traffic: list[SharingAsk],
+        limits: dict[str, Any],
+        spare_tokens: int,
+        budget: int,
+        parts: dict[str, Any],
+        tiers: Tiers | None,
     ) -> None:
         longest = max(ask.prompt_len for ask in traffic)
         tokens = -(-(longest + 2 + spare_tokens) // page_size) * page_size
+        own_cache: Any = {"cache": cache} if tiers is None else tiers.settings
+        parts = parts if tiers is None else parts | tiers.parts(page_size)
         configs = setting(
-            tokens=tokens, page_size=page_size, cache=cache, max_num_batched_tokens=budget, **own | limits
+            tokens=tokens, page_size=page_size, max_num_batched_tokens=budget, **own_cache, **own | limits
         )
         with make_engine(parts | parts_of, eos_token_ids=EOS, **configs) as engine:
             modes: list[str] = []
@@ -90,10 +103,12 @@ def test_any_traffic_gets_the_tokens_of_m1(
                 seen[name] += getattr(engine.stats(), total)
             seen["cut"] += modes.count("cut")
             seen["mixed"] += modes.count("mixed")
+            seen.update(count_copies(engine))
             check_flushed(engine)
 
     holds()
     check_cuts(references)
+    assert cache != "tiers" or min(seen[name] for name in COPIES[:4]) > 3, seen
     assert min(seen["retracted"], seen["cut"], seen["mixed"]) >= 3, seen
     assert (seen["guessed"] >= 3) == (speculator != "none"), seen
     assert seen["accepted"] > 10 or speculator != "draft_model", seen

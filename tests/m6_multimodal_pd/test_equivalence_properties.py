@@ -5,6 +5,8 @@ in pools so small that requests are retracted. On top come budgets that cut insi
 encode next to nothing in a step, and caches of embeddings that hold next to nothing.
 """
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from m6_multimodal_pd import KVCapacityError
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces, InTurn
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import check_ask, serve
+from tests.m4_radix_cache.tiers import COPIES, Tiers, count_copies, tiers_of
 from tests.m6_multimodal_pd.engines import Guessing, MakeEngine, check_drained, check_flushed, check_step, setting
 from tests.m6_multimodal_pd.recorded_graphs import (
     graphs_of_engines as graphs_of_engines,
@@ -86,23 +89,23 @@ TOTALS = {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("speculator", SPECULATORS)
-@pytest.mark.parametrize(("cache", "page_size"), [("radix", 1), ("radix", 16), ("hash", 4), ("chunk", 4)])
+@pytest.mark.parametrize(("cache", "page_size"), [("radix", 1), ("radix", 16), ("hash", 4), ("chunk", 4), ("tiers", 4)])
 def test_any_traffic_gets_the_tokens_of_transformers(
-    make_engine: MakeEngine, alone: AloneInTheirs, cache: str, page_size: int, speculator: str
+    make_engine: MakeEngine, alone: AloneInTheirs, tmp_path: Path, cache: str, page_size: int, speculator: str
 ) -> None:
-    check_any_traffic(make_engine, alone, cache, page_size, speculator)
+    check_any_traffic(make_engine, alone, tmp_path, cache, page_size, speculator)
 
 
 def check_any_traffic(
-    make_engine: MakeEngine, alone: AloneInTheirs, cache: str, page_size: int, speculator: str
+    make_engine: MakeEngine, alone: AloneInTheirs, tmp_path: Path, cache: str, page_size: int, speculator: str
 ) -> None:
     """Serve traffic that hypothesis makes."""
     references: list[Reference] = []
-    seen = dict.fromkeys([*TOTALS, "cut inside", "mixed"], 0)
+    seen = Counter[str]()
     own = dict(SPECULATORS[speculator])
     parts_of = {"proposer": own.pop("proposer")} if "proposer" in own else {}
 
-    @settings(max_examples=10)
+    @settings(max_examples=30 if cache == "tiers" else 10)
     @given(
         traffic=st.lists(ASKS, min_size=4, max_size=7),
         limits=LIMITS,
@@ -110,6 +113,7 @@ def check_any_traffic(
         spare_tokens=st.integers(0, 90),
         budget=st.sampled_from([16, 17, 23, 64]),
         parts=st.sampled_from(PARTS),
+        tiers=tiers_of(cache, tmp_path),
     )
     def holds(
         traffic: list[SeeingAsk],
@@ -118,6 +122,7 @@ def check_any_traffic(
         spare_tokens: int,
         budget: int,
         parts: dict[str, Any],
+        tiers: Tiers | None,
     ) -> None:
         longest = max(len(ask.prompt) for ask in traffic)
         tokens = -(-(longest + 2 + spare_tokens) // page_size) * page_size
@@ -125,12 +130,14 @@ def check_any_traffic(
         def may_fail(ask: Any, error: Any, num_tokens: int) -> bool:
             return isinstance(error, KVCapacityError) and len(ask.prompt) + num_tokens > tokens
 
+        own_cache: Any = {"cache": cache} if tiers is None else tiers.settings
+        parts = parts if tiers is None else parts | tiers.parts(page_size)
         configs = setting(
             tokens=tokens,
             page_size=page_size,
-            cache=cache,
             max_num_batched_tokens=budget,
             multimodal=sight,
+            **own_cache,
             **own | limits,
         )
         with make_engine(parts | parts_of, eos_token_ids=EOS, **configs) as engine:
@@ -141,11 +148,12 @@ def check_any_traffic(
                 references.extend(check_ask(ask, output, alone, may_fail))  # type: ignore[arg-type]
             for name, total in TOTALS.items():
                 seen[name] += getattr(engine.stats(), total)
+            seen.update(count_copies(engine))
             check_flushed(engine)
 
     holds()
     check_cuts(references)
-    wanted = {"retracted", "cut inside", "mixed", "runs", "hits", "evicted"}
+    wanted = {"retracted", "cut inside", "mixed", "runs", "hits", "evicted", *(COPIES[:4] if cache == "tiers" else ())}
     assert min(seen[name] for name in wanted) >= 3, seen
     assert (seen["guessed"] >= 10) == (speculator != "none"), seen
     assert (seen["cached"] > 0) == (cache != "chunk"), seen

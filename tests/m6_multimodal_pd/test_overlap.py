@@ -46,6 +46,7 @@ from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunch
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from m6_multimodal_pd.overlap.native_thread import NativeThread
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
+from tests.m4_radix_cache.engines import cached_len, ids
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, greedy, runner_of, setting
 from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
 from tests.m6_multimodal_pd.test_speculation import make_drafting as make_drafting
@@ -763,3 +764,20 @@ def test_an_engine_core_of_ones_own_does_not_overlap(make_engine: MakeEngine) ->
         make_engine({"engine_core": Own}, **setting(enable_overlap=True))
     engine = make_engine({"engine_core": Own}, **setting())
     assert type(engine.engine_core) is Own
+
+
+def test_kv_that_a_step_in_flight_computes_is_not_cached_when_its_request_is_preempted(make_engine: MakeEngine) -> None:
+    """That step may fail. With drafts not even its tokens are known."""
+    limits = setting(1, page_size=1, policy="priority", priority_preemption=True, enable_overlap=True)
+    with make_engine(**limits) as engine:
+        engine.add_request(ids(6), greedy(20), request_id="low")
+        for _ in range(4):
+            engine.step()
+        req = engine.engine_core.scheduler.requests["low"]
+        arrived = req.kv_committed_len
+        engine.add_request(ids(5, first=90), greedy(2), request_id="high", priority=20)
+        engine.step()
+        assert engine.stats().num_preemptions == 1 and req.seqlen == arrived + 2, "its token came when it was waiting"
+        assert cached_len(engine, [*req.origin_input_ids, *req.output_ids]) == arrived
+        while engine.has_unfinished_requests():
+            engine.step()

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.equivalence.traffic import CLEAR_SETTINGS, RATED_SETTINGS, WIDE_SETTINGS, Ask, SharingAsk, asks_of, serve
+from tests.m4_radix_cache.tiers import Tiers, count_copies, tiers_of
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, setting
 from tests.m6_multimodal_pd.recorded_graphs import (
     RecordedGraph,
@@ -69,6 +71,8 @@ class LateLauncher(Launcher):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.pending: list[ForwardOutput] = []
+        if self.runner.host_pool is not None:
+            self.runner.host_pool.before_load = lambda: self.compute_until(None)  # as a stream waits for another
 
     def obstacle(self) -> str | None:
         return None
@@ -132,7 +136,7 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_core, "Launcher", LateLauncher)
 
 
-PAGES = [("radix", 1), ("radix", 16), ("hash", 4), ("chunk", 4)]
+PAGES = [("radix", 1), ("radix", 16), ("hash", 4), ("chunk", 4), ("tiers", 4)]
 FORCED = {False: "", True: "retracted every three steps"}
 NEEDS = st.fixed_dictionaries(
     {
@@ -186,17 +190,32 @@ def check_any_traffic(
     guesses: Any = NO_GUESSES,
 ) -> "Seen":
     """Both engines serve `most` lists of requests; returns what has happened in the overlapped ones."""
-    seen = Seen()
+    seen, folder = Seen(), TemporaryDirectory()
 
     @settings(max_examples=examples(most))
-    @given(traffic=anything, limits=LIMITS, needs=NEEDS, guesses=guesses, seed=st.integers(0, 1000))
+    @given(
+        traffic=anything,
+        limits=LIMITS,
+        needs=NEEDS,
+        guesses=guesses,
+        seed=st.integers(0, 1000),
+        tiers=tiers_of(cache, Path(folder.name)),
+    )
     def holds(
-        traffic: list[Ask], limits: dict[str, Any], needs: dict[str, Any], guesses: dict[str, Any], seed: int
+        traffic: list[Ask],
+        limits: dict[str, Any],
+        needs: dict[str, Any],
+        guesses: dict[str, Any],
+        seed: int,
+        tiers: Tiers | None,
     ) -> None:
         LateLauncher.rng = Random(seed)
-        compare(make, traffic, seen, is_forced, cache=cache, page_size=page_size, **limits | needs | guesses)
+        own_cache = {"cache": cache} if tiers is None else tiers.settings
+        settings = {**own_cache, **limits, **needs, **guesses}
+        compare(make, traffic, seen, is_forced, tiers=tiers, page_size=page_size, **settings)
 
-    holds()
+    with folder:
+        holds()
     return seen
 
 
@@ -219,12 +238,40 @@ def test_drafts_that_are_scheduled_behind_drafts_change_no_token(
     check_seen(seen, is_forced, "held", "aborted", "accepted", "rejected")
 
 
+PREEMPTING = {"policy": "priority", "priority_preemption": True, "preemption_threshold": 0}
+
+
+@pytest.mark.hypothesis
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("method", [None, "draft_model"])
+@pytest.mark.parametrize(("cache", "page_size"), PAGES[1::2] + PAGES[4:])
+def test_requests_that_are_preempted_with_a_token_in_flight_answer_alike(
+    make_engine: MakeEngine, make_drafting: Any, book: None, cache: str, page_size: int, method: str | None
+) -> None:
+    texts = st.lists(GREEDY_TEXTS if method else TEXTS, min_size=5, max_size=9)
+    guesses = st.fixed_dictionaries(
+        {key: st.just(value) for key, value in PREEMPTING.items()} | {"method": st.just(method)}
+    )
+    make = make_drafting if method else make_engine
+    seen = check_any_traffic(make, cache, page_size, False, anything=texts, guesses=guesses)
+    if cache != "tiers":  # what waits for the disk preempts nobody
+        check_seen(seen, False, "preempted", "preempted in flight")
+
+
 Seen = Counter[str]
 """What has happened in overlapped engines."""
 
 
 def compare(
-    make: Any, traffic: list[Ask], seen: Seen, is_forced: bool, *, spare_tokens: int, page_size: int, **limits: Any
+    make: Any,
+    traffic: list[Ask],
+    seen: Seen,
+    is_forced: bool,
+    *,
+    tiers: Tiers | None,
+    spare_tokens: int,
+    page_size: int,
+    **limits: Any,
 ) -> None:
     """Let both engines serve this traffic; `seen` counts what happened."""
     longest = max(len(ask.prompt) for ask in traffic)
@@ -232,7 +279,8 @@ def compare(
     found = []
     for overlap in (False, True):
         configs = setting(tokens=tokens, page_size=page_size, enable_overlap=overlap, **limits)
-        parts = {"scheduler": ForcedRetractionInPieces} if is_forced else {}
+        parts: dict[str, Any] = {"scheduler": ForcedRetractionInPieces} if is_forced else {}
+        parts |= {} if tiers is None else tiers.parts(page_size)
         with make(parts, eos_token_ids=EOS, **configs) as engine:
             if overlap:
                 watch(engine, seen)
@@ -241,8 +289,10 @@ def compare(
             if overlap:
                 stats = engine.stats()
                 seen["retracted"] += stats.num_retractions
+                seen["preempted"] += stats.num_preemptions
                 seen["aborted"] += stats.num_finished.get("abort", 0)
                 seen["accepted"] += stats.num_accepted_tokens
+                seen.update(count_copies(engine))
                 seen["rejected"] += stats.num_draft_tokens - stats.num_accepted_tokens
             check_flushed(engine)
     for ask, normal, overlapped in zip(traffic, *found, strict=True):
@@ -252,7 +302,7 @@ def compare(
 def watch(engine: Any, seen: Seen) -> None:
     """Count the requests that end while a step with them is in flight, and those retracted then."""
     core = engine.engine_core
-    release, send_back = core.scheduler.release, core.scheduler.send_back
+    release, send_back, take_out = core.scheduler.release, core.scheduler.send_back, core.scheduler.take_out
 
     def released(req: Any) -> None:
         seen["held"] += req in core.late.ended
@@ -264,4 +314,10 @@ def watch(engine: Any, seen: Seen) -> None:
         seen["in flight"] += sum(req.rid in flying for req in reqs)
         send_back(reqs)
 
+    def taken_out(reqs: Any) -> None:
+        flying = [] if core.in_flight is None else core.in_flight.step.batch.rids
+        seen["preempted in flight"] += sum(req.rid in flying for req in reqs)
+        take_out(reqs)
+
     core.scheduler.release, core.scheduler.send_back = released, sent_back
+    core.scheduler.take_out = taken_out

@@ -193,6 +193,47 @@ def test_answers_survive_retraction_every_three_steps(
         assert was_seen_again == (cache == "chunk"), "only what is not cached must be seen again"
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("limits", [{"tokens": 160}, {"max_num_seqs": 3}], ids=["memory", "rows"])
+def test_an_urgent_request_takes_places_on_the_decode_side(
+    seeing_directory: Path, late_device: None, limits: dict[str, Any], overlap: bool
+) -> None:
+    asked: Asked = {f"r{number}": (asking(number, 3), greedy(30), {"priority": number % 3}) for number in range(6)}
+    urgent: Asked = {f"u{number}": (asking("a", number), greedy(4), {"priority": 20}) for number in (1, 2, 4)}
+    more = {"policy": "priority", "priority_preemption": True, "enable_overlap": overlap}
+    wanted = aggregated(seeing_directory, {**asked, **urgent})
+    with Group(
+        seeing_directory, **setting(**{"max_num_seqs": 8, "max_num_batched_tokens": 32} | limits | more)
+    ) as group:
+        group.add(asked, 14)
+        for rid, own in urgent.items():
+            group.add({rid: own}, 3)
+        group.check_all(wanted)
+        (prefill,), (decode,) = ([each.core.stats() for each in group.of_role(role)] for role in ("prefill", "decode"))
+        assert not prefill.num_preemptions and decode.num_preemptions and not group.num_retries
+        assert group.engine.stats().num_preemptions == decode.num_preemptions
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+def test_a_preempted_request_does_not_resume_in_the_same_step(
+    seeing_directory: Path, late_device: None, overlap: bool
+) -> None:
+    """Beside the newcomer, whose long answer alone was in the way, there is room for it; but its token is in flight."""
+    asked: Asked = {"low": (asking(1, 3), greedy(40), {})}
+    more = {"policy": "priority", "priority_preemption": True, "enable_overlap": overlap, "tokens": 340}
+    with Group(seeing_directory, **setting(4, 32, **more)) as group:
+        group.add(asked, 8)
+        group.add({"high": (asking("a", 2), greedy(300), {"priority": 20})})
+        (decode,) = (engine.core for engine in group.of_role("decode"))
+        group.until(lambda: bool(decode.stats().num_preemptions))
+        low = decode.scheduler.requests["low"]
+        assert low in decode.scheduler.waiting_queue and "transfer queue" in group.states("high")
+        group.until(lambda: low in decode.scheduler.running)
+        group.engine.abort_request("high")
+        group.run()
+        check_alike({"low": group.last["low"]}, aggregated(seeing_directory, asked))
+
+
 def test_a_scheduler_of_ones_own_is_refused(seeing_directory: Path) -> None:
     """Its engines have schedulers of their roles."""
     with pytest.raises(ConfigError, match="'scheduler' has no effect in a group"):

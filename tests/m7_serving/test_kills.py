@@ -89,7 +89,7 @@ def test_after_a_stop_of_the_front_requests_past_their_limit_end_and_the_others_
         for stream in old:
             with pytest.raises(openai.APIError, match="longer"):
                 list(stream)
-        assert 6 < time.monotonic() - began < 10
+        assert 6 < time.monotonic() - began < 20
         *_, last = late
         assert last.usage is not None and last.usage.completion_tokens == 200
         assert server.is_idle() and server.stop()[0] == 0

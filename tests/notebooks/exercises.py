@@ -18,6 +18,7 @@ import m7_serving
 from benchmarks.m2 import trace as m2_trace
 from benchmarks.m3 import trace as m3_trace
 from benchmarks.m4 import trace as m4_trace
+from benchmarks.m4_tiers import trace as m4_tiers_trace
 from benchmarks.m5 import trace as m5_trace
 from benchmarks.m6 import trace as m6_trace
 from benchmarks.m6_pd import trace as m6_pd_trace
@@ -42,6 +43,7 @@ from notebooks import (
     checks_m2,
     checks_m3,
     checks_m4,
+    checks_m4_tiers,
     checks_m5,
     checks_m6,
     checks_m6_overlap,
@@ -97,6 +99,7 @@ M1 = Exercises(m1_single_request, checks.check, M1_CODE)
 M2 = Exercises(m2_continuous_batching, checks_m2.check, M2_CODE, m2_trace.traced_steps)
 M3 = Exercises(m3_paged_attention, checks_m3.check, {"m3.freed_block": BlockPool}, m3_trace.traced_steps)
 M4 = Exercises(m4_radix_cache, checks_m4.check, M4_CODE, m4_trace.traced_steps)
+M4_TIERS = Exercises(m4_radix_cache, checks_m4_tiers.check, {}, m4_tiers_trace.traced_steps, "m4_tiers")
 M5 = Exercises(m5_chunked_prefill_spec, checks_m5.check, M5_CODE, m5_trace.traced_steps)
 M6 = Exercises(m6_multimodal_pd, checks_m6.check, M6_CODE, m6_trace.traced_steps, "m6_multimodal")
 M6_PD = Exercises(
@@ -104,7 +107,7 @@ M6_PD = Exercises(
 )
 M6_OVERLAP = Exercises(m6_multimodal_pd, checks_m6_overlap.check, M6_OVERLAP_CODE, notebook="m6_overlap")
 M7 = Exercises(m7_serving, checks_m7.check, {}, m7_trace.traced_steps)
-TAUGHT = [M1, M2, M3, M4, M5, M6, M6_PD, M6_OVERLAP, M7]
+TAUGHT = [M1, M2, M3, M4, M4_TIERS, M5, M6, M6_PD, M6_OVERLAP, M7]
 
 
 def open_exercise(*_: object, **__: object) -> None:

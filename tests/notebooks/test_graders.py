@@ -13,6 +13,7 @@ from tests.notebooks import (
     wrong_m2,
     wrong_m3,
     wrong_m4,
+    wrong_m4_tiers,
     wrong_m5,
     wrong_m6,
     wrong_m6_overlap,
@@ -21,7 +22,18 @@ from tests.notebooks import (
 )
 from tests.notebooks.exercises import open_exercise
 
-MODULES = (wrong_m1, wrong_m2, wrong_m3, wrong_m4, wrong_m5, wrong_m6, wrong_m6_pd, wrong_m6_overlap, wrong_m7)
+MODULES = (
+    wrong_m1,
+    wrong_m2,
+    wrong_m3,
+    wrong_m4,
+    wrong_m4_tiers,
+    wrong_m5,
+    wrong_m6,
+    wrong_m6_pd,
+    wrong_m6_overlap,
+    wrong_m7,
+)
 IN_AN_ENGINE = {
     *("m1.output_processor", "m2.shortest_first", "m2.starved_decode"),
     *("m3.newest_first", "m3.freed_block", "m4.strategy", "m4.freed_while_mapped", "m4.whole_hit"),

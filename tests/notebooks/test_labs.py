@@ -17,6 +17,7 @@ from benchmarks.m4 import trace as m4_trace
 from benchmarks.m4.caches import Server
 from benchmarks.m4.eviction import prepared, replay as careful_replay
 from benchmarks.m4.traffic import FILE, as_csv, generate, recorded
+from benchmarks.m4_tiers.pictures import WAYS, changes
 from benchmarks.m5 import trace as m5_trace
 from m1_single_request.events import Batch
 from m1_single_request.scheduler import Scheduler
@@ -28,12 +29,12 @@ from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.errors import TransferError
 from m6_multimodal_pd.graph_runner import StepInputs
 from m7_serving.mailbox import Mailbox
-from notebooks import checks_m6, checks_m6_overlap, checks_m6_pd, checks_m7
+from notebooks import checks_m4_tiers, checks_m6, checks_m6_overlap, checks_m6_pd, checks_m7
 from notebooks.checks import listing
 from notebooks.checks_m4 import HOUR, recorded_hour, replay
 from notebooks.journey import Backend
 from notebooks.shapes import Shape, picture
-from tests.notebooks.exercises import M1, M2, M3, M4, M5, M6, M6_OVERLAP, M6_PD, M7, Exercises
+from tests.notebooks.exercises import M1, M2, M3, M4, M4_TIERS, M5, M6, M6_OVERLAP, M6_PD, M7, Exercises
 from tests.notebooks.lessons import NOTEBOOKS, source
 from tests.notebooks.wrong_m6_pd import Keeps
 
@@ -107,6 +108,20 @@ def test_the_broken_answer_on_the_page_is_the_stored_one() -> None:
     for name in ("m1", "off by one"):
         (answer,) = re.findall(rf"^{name} +(A KV cache .*)$", printed, re.MULTILINE)
         assert f"| {name} | {answer} |" in page
+
+
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_the_picture_of_a_nodes_states_has_the_changes_that_happen_today() -> None:
+    assert {(before, after) for before, after, _ in changes()} == set(WAYS)
+
+
+def test_a_reader_that_skips_the_wait_for_slow_copies_garbles_answers() -> None:
+    right, garbled = checks_m4_tiers.answers_of(None), checks_m4_tiers.answers_of(M4_TIERS.lesson.defined("Skips", {}))
+    assert garbled != right
+    assert garbled[:2] == right[:2]  # nothing is loaded for these
 
 
 # --- the recorded day of m4 -------------------------------------------------------------------------------------------

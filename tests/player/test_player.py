@@ -5,11 +5,14 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from m1_single_request.player import main
+from m1_single_request.trace_file import read_trace
+from m4_radix_cache.views.radix_tree import TIERS, RadixTreeView
 from stepwise_player.page import STATIC, bundle
 
 pytestmark = pytest.mark.browser
@@ -218,6 +221,83 @@ def test_the_memory_of_any_cache_and_of_two_engines_is_used_as_they_count_it(
     page.close()
     assert sum(map(len, found.values())) > 25 and len(found) == 1 + (cache == "two engines")
     assert [(engine, i, wrong) for engine, each in found.items() for i, wrong in enumerate(each) if wrong] == []
+
+
+def tiered(folder: Path) -> list[Path]:
+    """Random requests in little memory of both kinds, whose copies are late or fail, over a disk with KV of before."""
+    import m4_radix_cache as face
+    from tests.m4_radix_cache.engines import setting
+    from tests.m4_radix_cache.tiers import Tiers
+
+    random, paths = Random(3), list[Path]()
+    for seed, policy in enumerate(("write_back", "write_through")):
+        paths.append(folder / f"{policy}.jsonl")
+        tiers = Tiers(64, policy, 1, seed, 0.2, folder / "disk", "wait_complete")
+        configs = setting(3, tokens=88, conservativeness=0.0, **tiers.settings)
+        trace = face.TraceConfig(jsonl=paths[-1])
+        with face.LLMEngine(parts=tiers.parts(4), trace_config=trace, **configs) as engine:
+            for _ in range(16):
+                prompt = [*range(5, 14), *range(first := random.choice((14, 40, 60)), first + random.choice((4, 20)))]
+                engine.add_request(prompt, face.SamplingParams(max_tokens=12, ignore_eos=True))
+                for _ in range(random.randrange(6)):
+                    engine.step()
+            while engine.has_unfinished_requests():
+                engine.step()
+            engine.flush_cache("host")
+            engine.generate(range(5, 25), face.SamplingParams(max_tokens=12, ignore_eos=True))
+    return paths
+
+
+NODES = """text => {
+    const state = new in_state.State(), found = [];
+    for (const event of in_trace.parse(text)) {
+        state.apply(event);
+        if (event.event !== "step_done") continue;
+        found.push([...state.nodes].map(([id, {parent, tokens, pages, locked, tier}]) =>
+            [id, parent, tokens, pages, locked, tier]));
+    }
+    return found;
+}"""
+
+
+def nodes_after_steps(path: Path) -> Iterator[list[Any]]:
+    """The same as the console's view has them."""
+    view = RadixTreeView()
+    for record in read_trace(path, "m4_radix_cache"):
+        view.read(record)
+        if record.event.kind == "step_done":
+            yield sorted(
+                [node.number, node.parent.number, len(node.token_ids), [*node.pages], node.lock_ref, node.tier]
+                for node in view.nodes.values()
+                if node.parent is not None
+            )
+
+
+@MORE
+def test_the_tiers_of_the_tree_are_those_of_the_view_in_the_console(show: Any, browser: Any, tmp_path: Path) -> None:
+    """And so a screen reader and the memory's key have them."""
+    page, seen = browser.new_page(), set[str]()
+    page.add_script_tag(content=bundle())
+    for path in tiered(tmp_path):
+        expected, text = [*nodes_after_steps(path)], path.read_text(encoding="utf-8")
+        assert [sorted(nodes) for nodes in page.evaluate(NODES, text)] == expected
+        assert not any(wrong for wrong in page.evaluate(ORACLE, text)[""])
+        seen |= {tier for nodes in expected for *_, tier in nodes}
+    page.close()
+    assert seen == set(TIERS)
+    shown = show(path)
+    places = [place["memory"] for place in shown.walk()]
+    for nodes, memory in zip(expected, places, strict=False):
+        on_host = sum(node[2] for node in nodes if node[5] != "device")
+        assert (f"{on_host:,} in host memory" in memory) == (on_host > 0)
+    titles = shown.page.locator(".tree .node[tabindex] title").all_text_contents()
+    words = {
+        number: f"{number}: {size} tokens, may be evicted{TIERS[tier]}" for number, _, size, *_, tier in expected[-1]
+    }
+    assert [title.partition(", pages")[0] for title in titles] == [
+        f"node {words[int(title.split(':')[0][5:])]}" for title in titles
+    ]
+    assert any("also in host memory" in title for title in titles)
 
 
 @MORE

@@ -76,7 +76,7 @@ class PiecesChecks(RadixChecks):
         of_prompts = sum(new_lens[: batch.num_prompts])
         if not self.config.enable_chunked_prefill:
             assert batch.chunked_req is None
-            has_grown = [bool(req.num_retractions) for req in batch.reqs[: batch.num_prompts]]
+            has_grown = [bool(req.num_retractions or req.output_ids) for req in batch.reqs[: batch.num_prompts]]
             assert sum(new_lens) <= budget or (len(batch.reqs) == 1 and has_grown == [True]), "too much"
             return
         assert sum(new_lens) <= budget

@@ -39,6 +39,7 @@ class RadixChecks(Checks):
         self.runner = runner
         self.honest_policy = honest_policy
         self.running: list[str] = []  # as of the last update, in the order of the batch
+        self.preempted: dict[str, int] = {}  # number of output tokens when a request last lost its place to another
         self._free = 0
 
     def answer_of(self, request: Any, num_tokens: int) -> tuple[int, ...]:
@@ -52,6 +53,7 @@ class RadixChecks(Checks):
         in_batch = [] if batch is None else [request.rid for request in batch.reqs]
         self.note_failures_for_memory()
         joined = [rid for rid in in_batch if rid not in self.running]
+        self._preempted_by_the_rules([rid for rid in self.running if rid not in now], joined)
         gone = [rid for rid in self.running if rid not in now]
         self._lost_rows_are_retracted(gone)
         assert not (gone and joined), "a request is admitted in a step that retracted"
@@ -94,11 +96,35 @@ class RadixChecks(Checks):
             assert all(life.marked or loss(life) > most for life in stayed), "another one should have gone"
             assert not any(self.lives[rid].marked for rid in gone), "a request that is to end frees its memory anyway"
 
+    def _preempted_by_the_rules(self, gone: list[str], joined: list[str]) -> None:
+        """Of those who ran the least urgent and newest made place for a far more urgent one, each after a new token;
+        they wait as if they had not run."""
+        lives, threshold = self.lives, self.config.preemption_threshold
+        victims = [r for r in gone if lives[r].request.status is RequestStatus.WAITING and not lives[r].marked]
+        if not victims:
+            return
+        assert self.config.priority_preemption and joined, f"{victims} lost their places to nobody"
+
+        def may_go(rid: str) -> bool:
+            life = lives[rid]
+            below = max(lives[one].request.priority for one in joined) - life.request.priority
+            return below > threshold and len(life.said) > self.preempted.get(rid, -1)
+
+        def rank(rid: str) -> tuple[int, int]:
+            return lives[rid].request.priority, -lives[rid].number
+
+        assert all(map(may_go, victims)), f"{victims} lost their places, and not all of them had to"
+        stay = [r for r in self.running if r not in gone and not lives[r].marked and r not in self.in_pieces()]
+        assert not any(may_go(rid) and rank(rid) < max(map(rank, victims)) for rid in stay), "another one should go"
+        for rid in victims:
+            self.preempted[rid], lives[rid].ran = len(lives[rid].said), False
+        self.running = [rid for rid in self.running if rid not in victims]
+
     def _joined_by_the_rules(self, batch: ScheduleBatch, joined: list[str]) -> None:
         """Retracted requests first; tokens and places as many as there are."""
         came_back = self._came_back_first(joined)
         assert batch.extend_lens is not None and batch.prefix_lens is not None
-        is_alone = len(joined) == 1 and joined == came_back
+        is_alone = len(joined) == 1 and (joined == came_back or bool(self.lives[joined[0]].said))
         assert sum(batch.extend_lens) <= self.config.max_num_batched_tokens or is_alone
         page_size = self.scheduler.tree_cache.page_size
         assert not any(prefix % page_size for prefix in batch.prefix_lens)

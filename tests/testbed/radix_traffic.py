@@ -70,11 +70,21 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     conservativeness: float
+    priority_preemption: bool = False
+    preemption_threshold: int = 10
 
 
 @st.composite
-def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 3, longest_prompt: int = 16) -> Traffic:
-    """Some requests and some limits; `disturbed`: with all kinds of accidents."""
+def traffic(
+    draw: st.DrawFn,
+    *,
+    disturbed: bool = True,
+    largest_family: int = 3,
+    longest_prompt: int = 16,
+    preempting: bool = False,
+) -> Traffic:
+    """Some requests and some limits; `disturbed`: with all kinds of accidents. `preempting`: urgent requests take the
+    places of others; then nobody is retracted without need."""
     max_num_seqs = draw(st.sampled_from([1, 2, 3, 8]))
     prefix_cache = draw(st.sampled_from(list(CACHES)))
     policies = tuple(STRATEGIES) if prefix_cache == "radix" else ("lru",)
@@ -88,6 +98,9 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 3,
         max_num_batched_tokens=draw(st.sampled_from([16, 20, 40])),
         conservativeness=draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
     )
+    if preempting:
+        threshold = draw(st.sampled_from([0, 0, 1]))
+        limits = replace(limits, schedule_policy="priority", priority_preemption=True, preemption_threshold=threshold)
     longest = min(limits.num_tokens - 2, longest_prompt)
     arrival = st.builds(
         Arrival,
@@ -99,7 +112,8 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 3,
         n=st.one_of(st.just(1), st.integers(1, largest_family)),
         stop=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, None, 1]),
-        priority=st.integers(-1, 1),
+        priority=st.integers(-2, 2) if preempting else st.integers(-1, 1),
         extra_key=st.sampled_from([None, None, "salt"]),
     ).map(lambda one: replace(one, own_len=max(min(one.own_len, longest - one.stem_len), not one.stem_len)))
-    return traffic_of(draw, limits, arrival, most=9, disturbed=disturbed)
+    found = traffic_of(draw, limits, arrival, most=9, disturbed=disturbed)
+    return replace(found, squeezes=()) if preempting else found
