@@ -17,7 +17,7 @@ from benchmarks.m4 import trace as m4_trace
 from benchmarks.m4.caches import Server
 from benchmarks.m4.eviction import prepared, replay as careful_replay
 from benchmarks.m4.traffic import FILE, as_csv, generate, recorded
-from benchmarks.m4_tiers.pictures import WAYS, changes
+from benchmarks.m4_tiers.states import WAYS, changes
 from benchmarks.m5 import trace as m5_trace
 from m1_single_request.events import Batch
 from m1_single_request.scheduler import Scheduler
