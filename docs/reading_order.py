@@ -114,7 +114,6 @@ READING = {
         ("overlap/choice.py", "tokens that the device chooses"),
         ("overlap/future_map.py", "placeholders for tokens that are not known"),
         ("overlap/whole_step.py", "a step for the thread, with the choice of its tokens"),
-        ("overlap/native_thread.py", "the device of a CPU"),
         ("overlap/events.py", "launched, arrived, and why steps do not overlap"),
     ),
     "m7_serving": (

@@ -19,7 +19,7 @@ from m1_single_request.face import *
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig, EngineConfig, SchedulerConfig
-from m4_radix_cache.errors import PoolError
+from m4_radix_cache.errors import DiskError, PoolError
 from m4_radix_cache.llm_engine import LLMEngine
 from m4_radix_cache.outputs import EngineStats
 from m4_radix_cache.wiring import PARTS, build_engine_core
@@ -27,6 +27,7 @@ from m4_radix_cache.wiring import PARTS, build_engine_core
 __all__ = [
     *face.__all__,
     "DEFAULT_MODEL",
+    "DiskError",
     "PARTS",
     "CacheConfig",
     "EngineConfig",

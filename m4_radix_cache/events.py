@@ -127,7 +127,7 @@ class Admit(SingleAdmit):
     node: int
     """Node of the cache at which its prefix ends: one hit more for it and all above it. 0: the root."""
     num_output_tokens: int
-    """Output tokens that it had before it was retracted."""
+    """Output tokens that it had before it was retracted or preempted."""
     need: int
     """Tokens that it takes now or may take later."""
     rem_total: int
@@ -162,7 +162,7 @@ class Admit(SingleAdmit):
     def explain(self) -> str:
         cached = f", {self.prefix:,} more are in the cache" if self.prefix else ""
         before = self.num_output_tokens
-        again = f"; {before:,} of all are its own output from before it was retracted" if before else ""
+        again = f"; {before:,} of all are its own output from before it lost its place" if before else ""
         last = {
             "continue": "",
             "no_token": " No other request fits into the memory.",

@@ -115,12 +115,11 @@ class ScheduleBatch:
 
     def prepare_for_decode(self) -> None:
         """Allocate a slot for the next token of every request. Call only after `check_decode_mem` returned True."""
-        pool, rows = self.pools.req_to_token_pool, self.req_pool_indices
-        assert pool.lens[rows].tolist() == self.seq_lens.tolist(), "a row has slots unknown to the batch"
-        last_locs, after = pool.req_to_token[rows, self.seq_lens - 1].astype(np.int64), self.seq_lens + 1
+        pool, rows, before = self.pools.req_to_token_pool, self.req_pool_indices, self.seq_lens
+        last_locs, after = pool.req_to_token[rows, before - 1].astype(np.int64), before + 1
         slots = self.pools.token_to_kv_pool_allocator.alloc_decode(after, last_locs)
         assert slots is not None, "check_decode_mem was not called, or returned False"
-        pool.append(rows, slots)
+        pool.append(rows, before, slots)
         self.forward_mode = ForwardMode.DECODE
         self.input_ids, self.out_cache_loc, self.seq_lens = self.output_ids, slots, after
         self.prefix_lens = self.extend_lens = None

@@ -20,7 +20,7 @@ from m1_single_request.face import *
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig
-from m4_radix_cache.errors import PoolError
+from m4_radix_cache.errors import DiskError, PoolError
 from m5_chunked_prefill_spec.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
 from m5_chunked_prefill_spec.llm_engine import LLMEngine
@@ -30,6 +30,7 @@ from m5_chunked_prefill_spec.wiring import PARTS, build_engine_core
 __all__ = [
     *face.__all__,
     "DEFAULT_MODEL",
+    "DiskError",
     "PARTS",
     "CacheConfig",
     "CostTable",

@@ -48,7 +48,7 @@ class DecodeFirst:
     def compose(self, work: "Work") -> ScheduleBatch | None:
         """Return the batch of this step; None if no request can run."""
         left = work.max_num_batched_tokens - work.num_running
-        if work.may_preempt:
+        if work.wants_prefill and work.may_preempt:
             return self._prompts_before_decodes(work, left)
         decodes = work.update_running_batch(left // 2 if work.wants_prefill else left)
         if decodes is None:

@@ -25,7 +25,7 @@ from m1_single_request import face
 from m1_single_request.face import *
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig
-from m4_radix_cache.errors import PoolError
+from m4_radix_cache.errors import DiskError, PoolError
 from m5_chunked_prefill_spec.config import SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, ModelConfig, MultimodalConfig, SchedulerConfig
@@ -45,6 +45,7 @@ from m6_multimodal_pd.wiring import PARTS, build_engine_core
 __all__ = [
     *face.__all__,
     "DEFAULT_MODEL",
+    "DiskError",
     "PARTS",
     "CacheConfig",
     "CostTable",

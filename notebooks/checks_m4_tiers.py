@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.kv_storage import KVStorage
 from m4_radix_cache import PARTS, CacheConfig, LLMEngine, ModelConfig, SamplingParams
-from m4_radix_cache.mem_cache.host_copies import ThreadJob
+from m4_radix_cache.mem_cache.host_copies import ThreadCopier, ThreadJob
 from m4_radix_cache.mem_cache.host_kv_pool import HostKVPool
 from m4_radix_cache.priority_preemption import choose_victims
 
@@ -52,6 +52,7 @@ def slow_copies(seconds: float, reader_class: Callable[[Any, list[Any]], Any] | 
     class Pool(HostKVPool):
         def __init__(self, storages: Sequence[KVStorage], *, num_bytes: int) -> None:
             super().__init__(storages, num_bytes=num_bytes)
+            self.copiers = {kind: ThreadCopier() for kind in self.copiers}
             for copier in self.copiers.values():
                 copier.job = Job
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from m4_radix_cache import CacheConfig, LLMEngine, SamplingParams
 from m4_radix_cache.mem_cache.disk_radix_cache import DiskRadixCache
-from m4_radix_cache.mem_cache.host_copies import ThreadJob
+from m4_radix_cache.mem_cache.host_copies import ThreadCopier, ThreadJob
 
 Change = tuple[str, str, str]
 """State before, state after, and the method of the cache that makes the change."""
@@ -85,6 +85,7 @@ def _run(policy: Any, disk: str) -> None:
     )
     with LLMEngine(cache_config=memory, parts={"disk_cache": WatchedCache}) as engine:
         pool = engine.engine_core.scheduler.tree_cache.host
+        pool.copiers["write"] = ThreadCopier()
         for number, prompt in enumerate([1, 2, 1, 3, 4, 5, 6, 1, 7, 1]):
             pool.copiers["write"].job = FailingJob if number == 3 else ThreadJob
             tokens = [300 + prompt + i for i in range(288)]

@@ -4,6 +4,33 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, some, volatile
+from m4_radix_cache.mem_cache.events import for_requests
+from m4_radix_cache.mem_cache.host_events import known
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskWriteStarted(Event):
+    """The pages of a node, which host memory has now, are written to the disk, but for those that are there already."""
+
+    style: ClassVar[str] = "blue"
+    detail: ClassVar[bool] = True
+    rids: tuple[str, ...]
+    """Ids of the requests for which the node was copied to host memory."""
+    node: int
+    """The node."""
+    num_tokens: int
+    """Number of its tokens whose pages are written: all, or those before its first image."""
+
+    @classmethod
+    def of(cls, job: Any, node: Any, num_tokens: int) -> Self:
+        """Build the event for a node that `job` has copied to host memory."""
+        return cls(rids=known(job.rids), node=node.id, num_tokens=num_tokens)
+
+    def explain(self) -> str:
+        return (
+            f"{some(self.num_tokens, 'token')} of node {self.node} {'goes' if self.num_tokens == 1 else 'go'} to the "
+            f"disk{for_requests(self.rids)}, beside the steps; a page that is there already is not written again."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ step in which it starts may. SGLang: `prefetch_from_storage` and `check_prefetch
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from m4_radix_cache.mem_cache.disk_events import DiskFailed, Prefetched, PrefetchStarted
+from m4_radix_cache.mem_cache.disk_events import DiskFailed, DiskWriteStarted, Prefetched, PrefetchStarted
 from m4_radix_cache.mem_cache.disk_tier import DiskTier, Prefetch
 from m4_radix_cache.mem_cache.hiradix_cache import HiRadixCache
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES
@@ -70,6 +70,7 @@ class DiskRadixCache(HiRadixCache):
             for node in job.nodes:
                 if node.parent is not None and (digests := self._digests(node)):
                     self.disk.write(digests, node.host_pages[: len(digests)], self._chain(node))
+                    self.tracer.emit(DiskWriteStarted.of, job, node, len(digests) * self.page_size)
 
     def _digests(self, node: Any) -> list[bytes] | None:
         """Return the names of a node's pages on the disk: of all of them, or of those before the first image. None for
@@ -112,18 +113,25 @@ class DiskRadixCache(HiRadixCache):
             or not store.contains(digests[0])
         ):
             return
-        self._pin(node, 1)
-        pages = self._host_pages(len(digests), [req.rid])
-        self._pin(node, -1)
-        if pages is None:
-            return
-        prefetch = Prefetch(req.key, start // TOKEN_BYTES, digests, pages, self.prefetch_policy, self._chain(node))
+        same = (one for one in self._prefetches.values() if one.digests == digests)
+        prefetch = next(same, None)  # of another output of the same prompt, for example
+        if prefetch is None:
+            self._pin(node, 1)
+            pages = self._host_pages(len(digests), [req.rid])
+            self._pin(node, -1)
+            if pages is None:
+                return
+            prefetch = Prefetch(req.key, start // TOKEN_BYTES, digests, pages, self.prefetch_policy, self._chain(node))
+            self.disk.prefetch(prefetch)
         self._prefetches[req.rid] = prefetch
-        self.disk.prefetch(prefetch)
         self.tracer.emit(PrefetchStarted, rid=req.rid, asked=len(digests) * self.page_size, policy=self.prefetch_policy)
 
     def _num_arriving(self) -> int:
-        return sum(len(prefetch.pages) for prefetch in self._prefetches.values())
+        return sum(len(prefetch.pages) for prefetch in self._distinct())
+
+    def _distinct(self) -> list[Prefetch]:
+        """Return the prefetches, each once although several requests may wait for it."""
+        return list(dict.fromkeys(self._prefetches.values()))
 
     def is_waiting(self, req: Req) -> bool:
         """Return whether pages of a request are still read."""
@@ -131,7 +139,7 @@ class DiskRadixCache(HiRadixCache):
 
     def cancel_prefetch(self, rid: str) -> None:
         prefetch = self._prefetches.pop(rid, None)
-        if prefetch is not None:
+        if prefetch is not None and prefetch not in self._prefetches.values():
             prefetch.is_cancelled = True
             self.host.free(prefetch.pages)
 
@@ -149,17 +157,21 @@ class DiskRadixCache(HiRadixCache):
             if reason != self._last_failure:
                 self.tracer.emit(DiskFailed, reason=reason)
             self._last_failure = reason
-        for rid, prefetch in list(self._prefetches.items()):
+        for prefetch in self._distinct():
             if prefetch.is_over(self.page_size):
-                self._take(rid, prefetch)
+                self._take(prefetch)
 
-    def _take(self, rid: str, prefetch: Prefetch) -> None:
+    def _take(self, prefetch: Prefetch) -> None:
         """Insert the pages of a prefetch that have arrived, as nodes in host memory."""
         seconds, num_pages = prefetch.seconds, prefetch.num_arrived
-        del self._prefetches[rid]
+        rids = [rid for rid, one in self._prefetches.items() if one is prefetch]
+        for rid in rids:
+            del self._prefetches[rid]
         prefetch.is_cancelled = True
         self.host.free(prefetch.pages[num_pages:])
         found, asked = num_pages * self.page_size, len(prefetch.pages) * self.page_size
         self.num_disk_hit_tokens += found
         node = self.insert_on_host(prefetch.key, prefetch.start, prefetch.pages[:num_pages]) if found else None
-        self.tracer.emit(Prefetched.of, rid, prefetch, node, asked, found, seconds)
+        for rid in rids:
+            self.tracer.emit(Prefetched.of, rid, prefetch, node, asked, found, seconds)
+            node = None  # the others find it there

@@ -9,14 +9,18 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from m4_radix_cache.errors import DiskError
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.disk_files import reason_of
 from m4_radix_cache.mem_cache.disk_store import DiskResult, DiskStore
 from m4_radix_cache.mem_cache.host_kv_pool import HostKVPool
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 
+HANG_S = 5.0
+"""A disk that writes no page for this time hangs: nobody waits for it any longer."""
 BASE_S, S_PER_TOKEN = 1.0, 0.25 / 1024
 """Time that a request waits for its pages, with the policy `timeout`."""
 
@@ -98,10 +102,11 @@ class DiskTier:
         self._reads.put(prefetch)
 
     def clear(self) -> None:
-        """Remove all pages, also those that are to be written."""
+        """Remove all pages, also those that are to be written. Raises `DiskError`, and removes none, if it hangs."""
         written = threading.Event()
         self._writes.put(written)
-        written.wait()
+        if not self._wait(written.wait):
+            raise DiskError(f"the disk with {self.store.path} hangs: it is not flushed")
         self.store.clear()
 
     def failures(self) -> list[str]:
@@ -112,10 +117,25 @@ class DiskTier:
         return found
 
     def close(self) -> None:
-        """Write what is to be written, and end the threads."""
+        """Write what is to be written, and end the threads; those of a disk that hangs end with the process."""
         self._stop()
         for thread in self._threads:
-            thread.join()
+            self._wait(partial(_ended, thread))
+
+    def _wait(self, wait: Callable[[float], bool]) -> bool:
+        """Wait for the threads, as long as they read or write pages; return whether `wait` has ended."""
+        before = -1
+        while not wait(HANG_S):
+            if before == self.host.num_released:
+                return False
+            before = self.host.num_released
+        return True
+
+
+def _ended(thread: threading.Thread, timeout: float) -> bool:
+    """Wait until a thread has ended; return whether it has."""
+    thread.join(timeout)
+    return not thread.is_alive()
 
 
 def _stop(writes: Writes, reads: Reads) -> None:

@@ -211,7 +211,7 @@ class Evicted(Event):
     def explain(self) -> str:
         short = "" if self.freed >= self.asked else ", all that no request has locked"
         return (
-            f"{some(self.asked, 'slot')} {is_or_are(self.asked)} missing{for_requests(self.rids)}: "
+            f"{wanted('slot', self.asked, self.rids)}: "
             f"{some(len(self.nodes), 'node')} with {some(self.freed, 'token')} {is_or_are(len(self.nodes))} evicted, "
             f"chosen by {self.strategy}{short}. {_sizes(self)}"
         )
@@ -291,6 +291,11 @@ def listed(rids: Sequence[str]) -> str:
 def for_requests(rids: Sequence[str]) -> str:
     """Return for which requests something happens, or nothing."""
     return f" for {listed(rids)}" if rids else ""
+
+
+def wanted(what: str, count: int, rids: Sequence[str]) -> str:
+    """Return why something is evicted: requests lack slots, or the cache is told to free some."""
+    return f"{some(count, what)} {is_or_are(count)} {'missing' + for_requests(rids) if rids else 'to be freed'}"
 
 
 def is_or_are(count: int) -> str:

@@ -62,6 +62,7 @@ class HiRadixCache(RadixCache):
         self._host_candidates = EvictionHeap(self.strategies[self.eviction_policy])  # leaves without KV on the device
         self._jobs: deque[CopyJob] = deque()  # not acknowledged, oldest first
         self._step = 0
+        self._lost: list[Any] = []  # nodes that an eviction deletes with those above them
         self.host.clear()
 
     def reset(self) -> None:
@@ -302,6 +303,9 @@ class HiRadixCache(RadixCache):
             self._acknowledge()
         kept = [(node.id, node.num_tokens) for node in nodes if node.parent is not None]
         gone = [(node.id, node.num_tokens) for node in nodes if node.parent is None]
+        if lost := [(node.id, node.num_tokens) for node in self._lost if node not in nodes]:
+            self.tracer.emit(HostEvicted.of, self, 0, rids, lost)
+        self._lost = []
         if kept:
             self.tracer.emit(Demoted.of, self, num_tokens, rids, kept)
         return self._evicted(num_tokens, rids, np.concatenate(slots), gone, freed)
@@ -318,7 +322,7 @@ class HiRadixCache(RadixCache):
             self._candidates.push(parent)
 
     def _delete(self, node: Any) -> None:
-        """Delete a node without KV on the device, and all below it."""
+        """Delete a node without KV on the device, and all below it, which are lost although the host had them."""
         parent, stack = node.parent, [node]
         del parent.children[node.edge]
         self._push_host(parent)
@@ -330,6 +334,8 @@ class HiRadixCache(RadixCache):
             if gone.entry is not None:
                 self._host_candidates.discard(gone)
             self._forget_host_pages(gone)
+            if gone is not node:
+                self._lost.append(gone)
 
     def evict_host(self, num_pages: int, rids: Sequence[str | None] = ()) -> int:
         """Free host pages of leaves that are on the host only, the smallest rank first. Return the number of pages."""

@@ -1,8 +1,8 @@
 """Copies of KV pages between device and host, beside the steps and layer by layer.
 
 On CUDA they are queued on a stream of their own, from and to pinned memory. On a CPU, where both memories are the same,
-a thread copies, so that a copy is as late as it is on a GPU. m3's swap copied before a step, which waited. SGLang:
-`HiCacheController` in `managers/cache_controller.py`.
+a thread copies, so that a copy is as late as it is on a GPU; with the C++ kernels it is one of `native_copies.py`. m3's
+swap copied before a step, which waited. SGLang: `HiCacheController` in `managers/cache_controller.py`.
 """
 
 import queue

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, size, some, volatile
-from m4_radix_cache.mem_cache.events import for_requests, is_or_are
+from m4_radix_cache.mem_cache.events import for_requests, is_or_are, wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class WriteStarted(Event):
     def of(cls, cache: Any, nodes: Sequence[Any], job: Any) -> Self:
         """Build the event for the job that writes these nodes."""
         return cls(
-            rids=_known(job.rids),
+            rids=known(job.rids),
             nodes=tuple(node.id for node in nodes),
             num_tokens=sum(node.num_tokens for node in nodes),
             num_bytes=job.num_pages * cache.host.page_bytes,
@@ -72,7 +72,7 @@ class Acknowledged(Event):
     def of(cls, cache: Any, job: Any) -> Self:
         """Build the event for a job."""
         return cls(
-            rids=_known(job.rids),
+            rids=known(job.rids),
             direction=job.kind,
             nodes=tuple(node.id for node in job.nodes),
             num_tokens=job.num_pages * cache.page_size,
@@ -127,9 +127,9 @@ class Demoted(Event):
 
     def explain(self) -> str:
         return (
-            f"{some(self.asked, 'slot')} {is_or_are(self.asked)} missing{for_requests(self.rids)}: "
-            f"{_nodes(self.nodes).lower()} with {some(self.freed, 'token')}, chosen by {self.strategy}, "
-            f"{is_or_are(len(self.nodes))} in host memory only from now on."
+            f"{wanted('slot', self.asked, self.rids)}: {_nodes(self.nodes).lower()} with "
+            f"{some(self.freed, 'token')}, chosen by {self.strategy}, {is_or_are(len(self.nodes))} in host memory only "
+            f"from now on."
         )
 
 
@@ -141,7 +141,8 @@ class HostEvicted(Event):
     rids: tuple[str, ...]
     """Ids of the requests for which the room is needed."""
     asked: int
-    """Number of tokens for which host memory has no room."""
+    """Number of tokens for which host memory has no room, or that are to be freed; 0: a node above these was evicted
+    from the device, which host memory did not have."""
     freed: int
     """Number of evicted tokens."""
     nodes: tuple[int, ...]
@@ -158,7 +159,7 @@ class HostEvicted(Event):
         """Build the event for nodes, each with its number of tokens; `asked`: the number of missing pages."""
         counts = tuple(count for _, count in nodes)
         return cls(
-            rids=_known(rids),
+            rids=known(rids),
             asked=asked * cache.page_size,
             freed=sum(counts),
             nodes=tuple(node for node, _ in nodes),
@@ -168,11 +169,13 @@ class HostEvicted(Event):
         )
 
     def explain(self) -> str:
-        return (
-            f"Host memory lacks room for {some(self.asked, 'token')}{for_requests(self.rids)}: "
-            f"{_nodes(self.nodes).lower()} with {some(self.freed, 'token')}, chosen by {self.strategy}, "
-            f"{is_or_are(len(self.nodes))} evicted from it. {_used(self.host_used)}"
-        )
+        nodes, are = f"{_nodes(self.nodes)} with {some(self.freed, 'token')}", is_or_are(len(self.nodes))
+        if not self.asked:
+            return f"{nodes} {are} discarded with what was above, which host memory lacks. {_used(self.host_used)}"
+        why = f"Host memory lacks room for {some(self.asked, 'token')}{for_requests(self.rids)}"
+        if not self.rids:
+            why = f"{some(self.asked, 'token')} {is_or_are(self.asked)} to leave host memory"
+        return f"{why}: {nodes.lower()}, chosen by {self.strategy}, {are} evicted from it. {_used(self.host_used)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +284,7 @@ def _on_device(cache: Any, nodes: Sequence[Any]) -> dict[str, Any]:
     return {"nodes": ids, "token_counts": counts, "pages": tuple(pages), "num_tokens": sum(counts)}
 
 
-def _known(rids: Sequence[str | None]) -> tuple[str, ...]:
+def known(rids: Sequence[str | None]) -> tuple[str, ...]:
     """Return the request ids without None, which stands for no request."""
     return tuple(rid for rid in rids if rid is not None)
 

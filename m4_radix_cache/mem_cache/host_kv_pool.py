@@ -17,6 +17,7 @@ import torch
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.trace_event import size
+from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.native_backend import on_huge_pages
 from m3_paged_attention.kv_cache_spec import KVCacheSpec
@@ -24,7 +25,8 @@ from m3_paged_attention.kv_dtype import LARGEST
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.disk_store import BufferSpec
-from m4_radix_cache.mem_cache.host_copies import CopyJob, Runs, StreamCopier, ThreadCopier, runs_of
+from m4_radix_cache.mem_cache.host_copies import CopyJob, StreamCopier, ThreadCopier, runs_of
+from m4_radix_cache.mem_cache.native_copies import NativeCopier
 
 DISK_S = 1.0
 """Time for which an allocation waits for pages that the disk tier uses, once: a disk that takes longer hangs."""
@@ -47,6 +49,8 @@ class HostKVPool:
         except (RuntimeError, TypeError, OSError, OverflowError) as error:  # out of memory, or a number too large for C
             raise ConfigError(f"host_memory_bytes={num_bytes} cannot be allocated: {error}") from error
         self._host_layers = [layer for blocks in host for layer in _layers(blocks)]
+        to_host = list(zip(self._device_layers, self._host_layers, strict=True))
+        self._pairs = {"write": to_host, "load": [(host, device) for device, host in to_host]}
         self.layout: dict[str, BufferSpec] = {}
         """The buffers of a page, by name: those of `blocks_of_page`."""
         self._parts: list[Any] = []  # of each buffer, uint8 [num_layers, num_pages, bytes]
@@ -62,7 +66,7 @@ class HostKVPool:
                     plane = plane[..., width:]
         device = storages[0].blocks.device
         self.copiers: dict[str, Any] = {  # so that a load is not queued behind writes
-            kind: StreamCopier(device) if device.type == "cuda" else ThreadCopier() for kind in ("write", "load")
+            kind: _copier(device) for kind in ("write", "load")
         }
         self.before_load: Callable[[], object] = lambda: None
         """Called before a load: a step in flight may still write to the pages, which a retracted request has left."""
@@ -70,6 +74,8 @@ class HostKVPool:
         self._changed = threading.Condition()
         self._held = Counter[int]()  # pages that the disk tier reads or writes
         self._disk_hangs = False
+        self.num_released = 0
+        """Number of uses by the disk tier that have ended: it grows while the disk works."""
         self.clear()
 
     def _allocate(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -128,6 +134,7 @@ class HostKVPool:
         """End one `hold` of a page; any thread may."""
         with self._changed:
             self._disk_hangs = False
+            self.num_released += 1
             self._held[page] -= 1
             if not self._held[page]:
                 del self._held[page]
@@ -144,14 +151,12 @@ class HostKVPool:
 
     def write(self, device_pages: Slots, host_pages: Slots) -> CopyJob:
         """Begin to copy pages to the host."""
-        layers = list(zip(self._device_layers, self._host_layers, strict=True))
-        return self._start("write", layers, runs_of(device_pages, host_pages))
+        return self._start("write", device_pages, host_pages)
 
     def load(self, host_pages: Slots, device_pages: Slots) -> CopyJob:
         """Begin to copy pages to the device. The forwards from now on wait for them."""
         self.before_load()
-        layers = list(zip(self._host_layers, self._device_layers, strict=True))
-        job = self._start("load", layers, runs_of(host_pages, device_pages))
+        job = self._start("load", host_pages, device_pages)
         self._loads.append(job)
         return job
 
@@ -178,11 +183,11 @@ class HostKVPool:
         """End the copies, and release the memory."""
         for copier in self.copiers.values():
             copier.close()
-        self.storages, self._device_layers, self._host_layers, self._loads = [], [], [], []
+        self.storages, self._device_layers, self._host_layers, self._pairs, self._loads = [], [], [], {}, []
 
-    def _start(self, kind: Literal["write", "load"], layers: Sequence[tuple[Any, Any]], runs: Runs) -> CopyJob:
+    def _start(self, kind: Literal["write", "load"], sources: Slots, targets: Slots) -> CopyJob:
         copier = self.copiers[kind]
-        job: CopyJob = copier.job(kind, layers, runs)
+        job: CopyJob = copier.job(kind, self._pairs[kind], runs_of(sources, targets))
         copier.start(job)
         return job
 
@@ -199,6 +204,13 @@ class ArrivingKV:
         """Return the KV tensors of a layer when its pages are there."""
         self.pool.wait(self.kv, index)
         return self.kv.layer(index)
+
+
+def _copier(device: torch.device) -> Any:
+    """Return what copies between this device and the host."""
+    if device.type == "cuda":
+        return StreamCopier(device)
+    return ThreadCopier() if native_library.obstacle() is not None else NativeCopier()
 
 
 def _buffers_of(spec: KVCacheSpec) -> list[tuple[str, BufferSpec]]:

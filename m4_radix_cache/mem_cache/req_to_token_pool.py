@@ -75,11 +75,10 @@ class ReqToTokenPool:
         self.req_to_token[row, start:end] = slots
         self.lens[row] = max(self.lens[row], end)
 
-    def append(self, rows: npt.NDArray[np.int64], slots: Slots) -> None:
-        """Append one token to each of `rows`, with these slots."""
-        ends = self.lens[rows]
-        self.req_to_token[rows, ends] = slots
-        self.lens[rows] = ends + 1
+    def append(self, rows: npt.NDArray[np.int64], lens: npt.NDArray[np.int64], slots: Slots) -> None:
+        """Append one token to each of `rows`, which have `lens` tokens, with these slots."""
+        self.req_to_token[rows, lens] = slots
+        self.lens[rows] = lens + 1
 
     def read(self, row: int, start: int, end: int) -> Slots:
         """Return the slots of the tokens `start` to `end - 1`: int64, a copy."""

@@ -180,13 +180,11 @@ class RadixTreeView(TraceReader):
         self._touched(event)
 
     def _remove(self, numbers: Iterable[int]) -> None:
-        """Remove nodes, and those below them, which are in host memory."""
-        left = list(numbers)
-        while left:
-            if (node := self.nodes.pop(left.pop(), None)) is not None:
+        """Remove nodes; one that is evicted from host memory, too, by the same need, was removed by that event."""
+        for number in numbers:
+            if (node := self.nodes.pop(number, None)) is not None:
                 node.parent.children.remove(node)
                 self._num_gone += len(node.token_ids) * (node.mark != "+")
-                left += [child.number for child in node.children]
 
     def _prefetch(self, event: Prefetched) -> None:
         """Add the node of tokens that come from the disk."""

@@ -24,6 +24,7 @@ from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.native_step import NativeStep
 from m3_paged_attention.executor import checked
 from m3_paged_attention.outputs import ModelRunnerOutput
+from m4_radix_cache.mem_cache.native_thread import NativeThread
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
@@ -31,7 +32,6 @@ from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampl
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m6_multimodal_pd.overlap.choice import Choice
 from m6_multimodal_pd.overlap.future_map import FutureMap
-from m6_multimodal_pd.overlap.native_thread import NativeThread
 from m6_multimodal_pd.overlap.whole_step import OWN_PART, WholeStep, takes, why_host
 
 PROMPTS = "its prompts join the prefix cache first"

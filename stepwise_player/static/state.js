@@ -122,11 +122,8 @@ export class State {
     });
   }
 
-  /** Remove nodes, and those below them, which are in host memory. @param {number[]} ids */
-  remove(ids) {
-    for (let gone = ids; gone.length; gone = [...this.nodes].filter(([, node]) => node.parent && !this.nodes.has(node.parent)).map(([id]) => id))
-      for (const id of gone) this.nodes.delete(id);
-  }
+  /** @param {number[]} ids */
+  remove(ids) { for (const id of ids) this.nodes.delete(id); }
 
   /** The cached part of a request ends at a node now. @param {string} id @param {number} node */
   attach(id, node) {

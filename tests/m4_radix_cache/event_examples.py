@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from m1_single_request.trace_event import Event
 from m4_radix_cache.events import Admit, Audit, Batch, Matched, NotAdmitted, PolicyOrder, RequestOptions, Retract
-from m4_radix_cache.mem_cache.disk_events import DiskFailed, Prefetched, PrefetchStarted
+from m4_radix_cache.mem_cache.disk_events import DiskFailed, DiskWriteStarted, Prefetched, PrefetchStarted
 from m4_radix_cache.mem_cache.events import CacheFlushed, DuplicatesFreed, Evicted, Inserted, Locked, Released, Split
 from m4_radix_cache.mem_cache.host_events import (
     Acknowledged,
@@ -97,7 +97,7 @@ EXAMPLES: dict[Event, list[str]] = {
         "Cached now: 100 tokens evictable, 1 p",
     ],
     replace(EVICTED, rids=(), asked=50, freed=16, nodes=(5,), token_counts=(16,)): [
-        "50 slots are missing: 1 node with 16 tokens is evicted, chosen by lru, all that no request has locked.",
+        "50 slots are to be freed: 1 node with 16 tokens is evicted, chosen by lru, all that no request has locked.",
     ],
     WRITE: ["2 nodes with 48 tokens (96.0 KiB) are copied to host memory for c, beside the steps.", "1,024 tokens"],
     replace(WRITE, rids=(), nodes=(4,)): ["Node 4 with 48 tokens (96.0 KiB) is copied to host memory, beside"],
@@ -116,6 +116,10 @@ EXAMPLES: dict[Event, list[str]] = {
         "Host memory lacks room for 16 tokens for a: node 7 with 32 tokens, chosen by lru, is evicted from it.",
         "Host memory holds 992 tokens now.",
     ],
+    replace(HOST_EVICTED, rids=()): ["16 tokens are to leave host memory: node 7 with 32 tokens, chosen by lru, is"],
+    replace(HOST_EVICTED, asked=0): [
+        "Node 7 with 32 tokens is discarded with what was above, which host memory lacks. Host memory holds 992 tokens",
+    ],
     HostFlushed(nodes=(), num_tokens=0): ["Host memory is flushed."],
     HostFlushed(nodes=(5, 3), num_tokens=48): [
         "Host memory is flushed: 2 nodes with 48 tokens are on the device only.",
@@ -132,6 +136,9 @@ EXAMPLES: dict[Event, list[str]] = {
     ],
     replace(PREFETCHED, found=0, node=None, parent=None, token_ids=(), failure="wrong checksum"): [
         "KV of 0 of 768 tokens was read to host memory. The page behind them cannot be used: wrong checksum.",
+    ],
+    DiskWriteStarted(rids=("c",), node=4, num_tokens=48): [
+        "48 tokens of node 4 go to the disk for c, beside the steps; a page that is there already is not written again."
     ],
     DiskFailed(reason="no space left"): ["A page of KV could not be written to the disk: no space left."],
     CacheFlushed(evictable=512, protected=0): ["The cache is flushed: 512 tokens are discarded."],

@@ -53,7 +53,7 @@ def test_the_tour_shares_converses_evicts_and_explains(
         "The answers are the same, token for token, all 5 of them.",
         "the KV memory has room for 400",
         "is retracted: the next tokens need",
-        "of all are its own output from before it was retracted",
+        "of all are its own output from before it lost its place",
         "evicted, chosen by lru",
         "The first user asks again: 62 prompt tokens: 0 reused, 62 computed. The last one: 62 prompt tokens: 48 reused",
         "400 slots: none is lost, none counted twice",

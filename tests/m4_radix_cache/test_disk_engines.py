@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 import m4_radix_cache
-from m4_radix_cache import LLMEngine, ModelConfig
+from m4_radix_cache import DiskError, LLMEngine, ModelConfig
 from m4_radix_cache.mem_cache import disk_store, disk_tier
 from m4_radix_cache.mem_cache.disk_files import is_temporary
 from m4_radix_cache.mem_cache.disk_radix_cache import DiskRadixCache
 from m4_radix_cache.mem_cache.disk_store import DiskResult, DiskStore
+from m4_radix_cache.mem_cache.native_thread import NativeThread
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from tests.m4_radix_cache.engines import MakeEngine, Recorder, Remembered, cache_of, greedy, ids, setting, unfinished
 from tests.support.engines import EngineMaker
@@ -391,10 +392,14 @@ def test_a_request_waits_no_longer_than_its_timeout(
 
 
 def engine_output(engine: LLMEngine) -> Any:
+    return finished(engine)["r"]
+
+
+def finished(engine: LLMEngine) -> dict[str, Any]:
     last: dict[str, Any] = {}
     for _ in unfinished(engine):
         last |= engine.step()
-    return last["r"]
+    return last
 
 
 def test_best_effort_does_not_wait(make_engine: MakeEngine, m1: Remembered, directory: Path, gate: Gate) -> None:
@@ -477,6 +482,61 @@ def test_a_request_that_waits_can_end(make_engine: MakeEngine, directory: Path, 
     assert set(threading.enumerate()) <= before
 
 
+def test_outputs_of_one_prompt_are_read_once(
+    make_engine: MakeEngine, m1: Remembered, directory: Path, gate: Gate
+) -> None:
+    """All wait for the pages; one of them may end meanwhile."""
+    with make_engine(PARTS, **over(directory)) as engine:
+        recorder = Recorder(engine.engine_core.tracer)
+        for rid in ("first", "second", "third"):
+            engine.add_request(PROMPT, PARAMS, request_id=rid)
+        engine.step()
+        assert engine.abort_request("first")
+        engine.step()
+        assert not engine.stats().num_prompt_tokens
+        gate.is_open.set()
+        outputs = finished(engine)
+        assert {outputs[rid].token_ids for rid in ("second", "third")} == {m1.generate(PROMPT, PARAMS).token_ids}
+        assert gate.num_reads == 10 and engine.stats().num_disk_hit_tokens == 40
+        found = recorder.events("prefetched")
+        assert [(event.rid, event.found, event.node is None) for event in found] == [
+            ("second", 40, False), ("third", 40, True),
+        ]  # fmt: skip
+        check_host_is_free(engine)
+
+
+def test_nobody_waits_long_for_a_disk_that_hangs(
+    make_engine: MakeEngine, m1: Remembered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush is an error and changes nothing; `close` returns."""
+    goes_on = threading.Event()
+    write = DiskStore.write
+    monkeypatch.setattr(DiskStore, "write", lambda *arguments: goes_on.wait(10) and write(*arguments))
+    monkeypatch.setattr(disk_tier, "HANG_S", 0.05)
+    before = set(threading.enumerate())
+    with make_engine(PARTS, **over(tmp_path)) as engine:
+        assert engine.generate(PROMPT, PARAMS).token_ids == m1.generate(PROMPT, PARAMS).token_ids
+        with pytest.raises(DiskError, match="hangs: it is not flushed"):
+            engine.flush_cache("disk")
+        assert engine.generate(PROMPT, PARAMS).token_ids == m1.generate(PROMPT, PARAMS).token_ids
+        began = time.perf_counter()
+    assert time.perf_counter() - began < 5
+    goes_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+
+
+def test_a_slow_disk_is_waited_for(
+    make_engine: MakeEngine, m1: Remembered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = DiskStore.write
+    monkeypatch.setattr(DiskStore, "write", lambda *arguments: time.sleep(0.02) or write(*arguments))
+    monkeypatch.setattr(disk_tier, "HANG_S", 0.08)  # less than all 11 pages take
+    with make_engine(PARTS, **over(tmp_path)) as engine:
+        engine.generate(PROMPT, PARAMS)
+    assert len(pages(tmp_path)) == 11
+
+
 def test_a_disk_that_hangs_stops_the_engine_once(
     make_engine: MakeEngine, m1: Remembered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,16 +574,20 @@ def page_bytes(make_engine: MakeEngine) -> int:
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
+def open_threads() -> list[NativeThread]:
+    return [each for each in gc.get_objects() if isinstance(each, NativeThread) and not each.is_closed]
+
+
 def test_threads_end_with_the_engine(loaded: Any, directory: Path) -> None:
-    """After `close`, and without it."""
+    """After `close`, and without it; those of C++, too."""
     before = set(threading.enumerate())
     engine = EngineMaker(m4_radix_cache, loaded)(PARTS, **over(directory))
     engine.generate(PROMPT, PARAMS)
     own = set(threading.enumerate()) - before
-    assert len(own) == 4
+    assert len(own) + len(open_threads()) == 4
     engine.close()
     engine.close()
-    assert not own & set(threading.enumerate())
+    assert not own & set(threading.enumerate()) and not open_threads()
     maker = EngineMaker(m4_radix_cache, loaded)
     engine = maker(PARTS, **over(directory))
     engine.add_request(PROMPT, PARAMS)
@@ -534,7 +598,7 @@ def test_threads_end_with_the_engine(loaded: Any, directory: Path) -> None:
     gc.collect()
     for thread in own:
         thread.join(5)
-    assert not own & set(threading.enumerate())
+    assert not own & set(threading.enumerate()) and not open_threads()
 
 
 def test_what_is_in_flight_is_written_before_an_engine_is_closed(

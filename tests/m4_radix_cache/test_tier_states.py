@@ -244,10 +244,6 @@ class WaitsForOneLayer(LatePool):
 class KeepsOneModel(LatePool):
     """The KV of the draft model stays behind (Mooncake issue 2236)."""
 
-    def __init__(self, storages: Any, **more: Any) -> None:
-        super().__init__(storages, **more)
-        self._host_layers = [layer.copy() if not i else layer for i, layer in enumerate(self._host_layers)]
-
     def load(self, host_pages: Any, device_pages: Any) -> Any:
         self._host_layers[0][:] = 0
         return super().load(host_pages, device_pages)

@@ -22,6 +22,7 @@ from m1_single_request.stop_checker import StopChecker, StopVerdict
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.models.decoder import Decoder
+from m4_radix_cache.mem_cache.native_thread import NativeThread
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m5_chunked_prefill_spec.events import Batch
 from m5_chunked_prefill_spec.scheduler import Scheduler
@@ -44,7 +45,6 @@ from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.overlap import engine_core
 from m6_multimodal_pd.overlap.events import NormalOrder, StepArrived, StepLaunched
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
-from m6_multimodal_pd.overlap.native_thread import NativeThread
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.m4_radix_cache.engines import cached_len, ids
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, greedy, runner_of, setting

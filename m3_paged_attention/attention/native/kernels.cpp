@@ -22,6 +22,7 @@
 #include "int8.h"
 #include "layers.h"
 #include "linear.h"
+#include "pages.h"
 #include "pointwise.h"
 #include "thread.h"
 #include "whole_step.h"
@@ -95,10 +96,12 @@
 extern "C" {
 EXPORTS(float, float32)
 EXPORTS(bfloat16, bfloat16)
-StepThread* thread_start() { return new StepThread; }
+StepThread* thread_start(long depth) { return new StepThread(depth); }
 long thread_launch(StepThread* thread, StepThread::Call call, const void* argument) {
     return thread->launch(call, argument);
 }
 double thread_wait(StepThread* thread, long number) { return thread->wait(number); }
 void thread_stop(StepThread* thread) { thread->stop(); }
+void copy_pages(void* copy) { copy_pages(*(PageCopy*)copy); }
+void wait_for_pages(const PageCopy* copy, long layers) { wait_for_pages(*copy, layers); }
 }

@@ -1,4 +1,4 @@
-// A thread that runs one call after the other: launch two of them, do something else, wait for the first.
+// A thread that runs one call after the other: launch some of them, do something else, wait for the first.
 //
 // Both sides spin for 50 microseconds before they sleep, because waking a thread takes as long as a small step.
 
@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 namespace {
 
@@ -17,7 +18,8 @@ class StepThread {
     using Call = void (*)(const void*);
     using Clock = std::chrono::steady_clock;
 
-    StepThread() : thread_([this] { run(); }) {}
+    // `depth`: number of calls that may be launched and not have ended.
+    explicit StepThread(long depth) : tasks_(depth), thread_([this] { run(); }) {}
 
     // Ends the thread. The object stays: another thread may be in a call of it, for example when Python ends.
     void stop() {
@@ -25,23 +27,23 @@ class StepThread {
         thread_.join();
     }
 
-    // Returns the number of the call. Waits while there are two others. Does nothing after `stop`.
+    // Returns the number of the call. Waits while there are `depth` others. Does nothing after `stop`.
     long launch(Call call, const void* argument) {
         std::lock_guard<std::mutex> lock(launch_);
         const long number = launched_.load(std::memory_order_relaxed) + 1;
         if (has_ended_) return number - 1;
         has_ended_ = !call;
-        wait_for(done_, number - DEPTH);
-        tasks_[number % DEPTH] = {call, argument, 0};
+        wait_for(done_, number - depth());
+        tasks_[number % depth()] = {call, argument, 0};
         set(launched_, number);
         return number;
     }
 
-    // Waits until a call has ended; 0: all. Returns its duration in seconds, if it is one of the last two.
+    // Waits until a call has ended; 0: all. Returns its duration in seconds, if it is one of the last `depth`.
     double wait(long number) {
         if (!number) number = launched_.load(std::memory_order_relaxed);
         wait_for(done_, number);
-        return tasks_[number % DEPTH].seconds;
+        return tasks_[number % depth()].seconds;
     }
 
   private:
@@ -51,13 +53,14 @@ class StepThread {
         double seconds;
     };
 
-    static constexpr long DEPTH = 2;
     static constexpr auto AWAKE = std::chrono::microseconds(50);
+
+    long depth() const { return (long)tasks_.size(); }
 
     void run() {
         for (long number = 1;; number++) {
             wait_for(launched_, number);
-            Task& task = tasks_[number % DEPTH];
+            Task& task = tasks_[number % depth()];
             if (!task.call) return set(done_, number);
             const auto began = Clock::now();
             task.call(task.argument);
@@ -83,7 +86,7 @@ class StepThread {
             }
     }
 
-    Task tasks_[DEPTH] = {};
+    std::vector<Task> tasks_;
     std::atomic<long> launched_{0}, done_{0};
     bool has_ended_ = false;
     std::mutex launch_, mutex_;
