@@ -11,7 +11,7 @@ import pytest
 import m6_multimodal_pd
 from m1_single_request.errors import EngineError
 from m6_multimodal_pd import LLMEngine, ModelConfig
-from tests.m4_radix_cache.test_disk_engines import PARTS, check_host_is_free, open_threads
+from tests.m4_radix_cache.test_disk_engines import PARTS, check_host_is_free, open_threads, until_written
 from tests.m6_multimodal_pd.engines import MakeEngine, greedy, setting
 from tests.m6_multimodal_pd.seeing import Theirs, asking, messages
 from tests.support.engines import EngineMaker
@@ -53,6 +53,7 @@ def test_other_weights_find_nothing_and_the_first_ones_everything(seeing_directo
                 engine.update_weights(str(model))
             elif hits:
                 engine.flush_cache()
+                until_written(engine)
             before = engine.stats().num_disk_hit_tokens
             engine.generate(engine.chat_prompt(prompt), greedy(4))
             hits.append(engine.stats().num_disk_hit_tokens - before)
