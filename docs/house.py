@@ -107,10 +107,11 @@ def _arrow(number: int, target: int, count: int) -> str:
     (x, y), (to_x, to_y) = _corner(number), _corner(target)
     start, end_x = x + BOX_WIDTH - 14 * (len(PACKAGES) - number + target), to_x + BOX_WIDTH
     end_y = to_y + 1 + 13 * (number - target)
+    number_x = start + 2 if number - target == 1 else end_x + 11  # the nearest arrow is too short for its number
     path = f"M{start} {y + BOX_HEIGHT} V{end_y - 6} Q{start} {end_y} {start - 6} {end_y} H{end_x + 1}"
     return (
         f'<path d="{path}" fill="none" stroke="#888" stroke-width="{1 + count / 50:.1f}" marker-end="url(#head)"/>'
-        f'<text class="small" x="{end_x + 11}" y="{end_y - 2}">{count}</text>'
+        f'<text class="small" x="{number_x}" y="{end_y - 2}">{count}</text>'
     )
 
 

@@ -240,13 +240,11 @@ class Scheduler:
         """Return all totals (those of m1's `EngineStats`, and `counters`), and the state of the cache."""
         allocator, cache = self.pools.token_to_kv_pool_allocator, self.tree_cache
         return self.stats_class(
-            **totals,
+            **{**totals, **cache.tier_bytes()},
             max_total_tokens=allocator.size,
             available_size=allocator.available_size(),
             evictable_size=cache.evictable_size(),
             protected_size=cache.protected_size(),
-            host_bytes=cache.host_bytes(),
-            disk_bytes=cache.disk_bytes(),
         )
 
     def check_invariants(self) -> None:
@@ -326,7 +324,8 @@ class Scheduler:
             return True
         if any(victim.priority >= req.priority for victim in adder.preempt_list):
             return False
-        adder.preempt_to_schedule(req, self.preemption_threshold)
+        if adder.preempt_to_schedule(req, self.preemption_threshold):
+            self.batch_is_full = False
         return True
 
     def requeue(self, victims: Sequence[Req]) -> None:
@@ -341,6 +340,8 @@ class Scheduler:
         for req in victims:
             req.status = RequestStatus.WAITING
         self.num_preemptions += len(victims)
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
 
     def is_stuck(self) -> bool:
         """Return whether there are requests and none ends: then, after a step without a batch, every step is empty."""

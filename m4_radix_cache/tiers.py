@@ -1,6 +1,6 @@
 """Tiers below the device's KV memory, as the configuration names them: host memory, and a directory on a disk."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,33 +31,25 @@ def tiers_of(
     tiers = {"host_pool": host, "write_policy": config.write_policy or "write_through"}
     if config.disk_path is None:
         return tiers
-    disk = {
-        "open_disk": disk_opener(config, model, loaded, host),
-        "prefetch_policy": config.prefetch_policy or "timeout",
-    }
-    return tiers | disk
+    opener = partial(open_disk, config, model, loaded, host)
+    return tiers | {"open_disk": opener, "prefetch_policy": config.prefetch_policy or "timeout"}
 
 
-def disk_opener(
-    config: CacheConfig, model: ModelConfig, loaded: Sequence[Any], host: HostKVPool
-) -> Callable[[str | None], DiskTier]:
-    """Return a function that opens the directory, for the target's own weights (None) or for those of another model."""
+def open_disk(
+    config: CacheConfig, model: ModelConfig, loaded: Sequence[Any], host: HostKVPool, name: str | None = None
+) -> DiskTier:
+    """Open the directory, for the target's own weights (None) or for those of another model."""
     assert config.disk_path is not None
-    path = config.disk_path
-
-    def open_disk(name: str | None = None) -> DiskTier:
-        names = [*(each.name for each in loaded[:-1]), name or loaded[-1].name]
-        store = DiskStore(
-            path,
-            max_bytes=config.disk_bytes or DISK_BYTES,
-            layout=host.layout,
-            models=[identity_of(model, each, own, path) for each, own in zip(loaded, names, strict=True)],
-            page_size=config.page_size,
-            vocab_size=loaded[-1].vocab_size,
-        )
-        return DiskTier(store, host)
-
-    return open_disk
+    names = [*(each.name for each in loaded[:-1]), name or loaded[-1].name]
+    store = DiskStore(
+        config.disk_path,
+        max_bytes=config.disk_bytes or DISK_BYTES,
+        layout=host.layout,
+        models=[identity_of(model, each, own, config.disk_path) for each, own in zip(loaded, names, strict=True)],
+        page_size=config.page_size,
+        vocab_size=loaded[-1].vocab_size,
+    )
+    return DiskTier(store, host)
 
 
 def identity_of(config: ModelConfig, loaded: Any, name: str, directory: Any) -> str:

@@ -9,7 +9,7 @@ QUESTION = "What is a KV cache?"
 
 def traced_steps() -> str:
     """Return the console of one answer."""
-    decisions = Decisions(96, hidden=(StepDone,))
+    decisions = Decisions(hidden=(StepDone,))
     with LLMEngine() as engine:
         engine.tracer.attach(decisions)
         engine.chat([{"role": "user", "content": QUESTION}], SamplingParams(max_tokens=3), request_id="req-0")

@@ -21,7 +21,7 @@ REQUESTS = {
 
 def traced_steps() -> str:
     """Return the verbose console of the four requests."""
-    decisions = Decisions(96, hidden=(Sampled, StepDone))
+    decisions = Decisions(hidden=(Sampled, StepDone))
     asked = [(rid, prompt, SamplingParams(max_tokens=number)) for rid, (prompt, number) in REQUESTS.items()]
     with LLMEngine(scheduler_config=LIMITS) as engine:
         engine.tracer.attach(decisions)

@@ -32,7 +32,7 @@ def parts(size: Size) -> Parts:
         return lambda e: chat.chat(e, *((16, 2, 1, 8) if quick else (users, turns, rounds)))
 
     return {
-        "chat_embedded": embedded(talk(64, 8, size.few)),
+        "chat_embedded": embedded(talk(64, 8, size.rounds)),
         "chat_0_6b": random(talk(16, 4, 1)),
         "capacity": lambda: capacity.capacity(*((100, [2**15], [2**16]) if quick else ())),
         "copies": lambda: copies.copies(pages, 6 * size.rounds, pool_bytes),

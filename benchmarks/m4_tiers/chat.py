@@ -36,13 +36,13 @@ def chat(engines: Engines, users: int, turns: int, rounds: int, answer: int = AN
     at_once, total = users // SHARE, users * turns * (NEW + answer)
     work, few = conversations(users, turns, at_once, answer), conversations(at_once, 2, at_once, 4)
     device = total // SHARE + at_once * PAGE_SIZE
-    spec = engines("m4").engine_core.executor.kv_cache_spec(PAGE_SIZE)
+    limits, enough = {"max_num_seqs": at_once}, {"max_total_tokens": 2 * total}
+    spec = engines("m4", scheduler=limits, cache=enough).engine_core.executor.kv_cache_spec(PAGE_SIZE)
     caches: dict[str, Row] = {
-        ALL: {"max_total_tokens": 2 * total},
+        ALL: enough,
         TIERS: {"max_total_tokens": device, "host_memory_bytes": total * spec.bytes_per_token},
         NONE: {"max_total_tokens": device},
     }
-    limits = {"max_num_seqs": at_once}
     sides = {
         name: Side(engines("m4", scheduler=limits, cache=cache), work, serve, warm_up=few)
         for name, cache in caches.items()

@@ -31,5 +31,5 @@ def traced_steps() -> str:
     """Return the notes on a request, a line for each."""
     lines = []
     for _, place, text in asyncio.run(follow()).notes:
-        lines += textwrap.wrap(f"{place:<13}{text}", 100, subsequent_indent=" " * 13)
+        lines += textwrap.wrap(f"{place:<13}{text}", 84, subsequent_indent=" " * 13)
     return "\n".join(lines) + "\n"

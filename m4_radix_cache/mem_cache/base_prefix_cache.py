@@ -169,13 +169,9 @@ class BasePrefixCache(ABC):
         """Wait for a moment if requests wait for a disk, and nothing else can run; return whether any does."""
         return False
 
-    def host_bytes(self) -> int:
-        """Return the bytes of KV in host memory."""
-        return 0
-
-    def disk_bytes(self) -> int:
-        """Return the bytes of KV on the disk."""
-        return 0
+    def tier_bytes(self) -> dict[str, int]:
+        """Return the bytes of KV in host memory and on the disk, by field of `EngineStats`."""
+        return {"host_bytes": 0, "disk_bytes": 0}
 
     def close(self) -> None:  # noqa: B027
         """End what runs beside the engine; may be called again."""

@@ -64,7 +64,7 @@ class Prefetched(Event):
     found: int
     """Number of tokens whose pages have arrived."""
     waited_ms: float = volatile()
-    """Time since the request arrived."""
+    """Time since the read began."""
     failure: str | None
     """Error of the page behind them: damaged, or not readable. None: no error, or this page is not on the disk."""
     node: int | None

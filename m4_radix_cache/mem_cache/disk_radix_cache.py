@@ -52,14 +52,15 @@ class DiskRadixCache(HiRadixCache):
             self._acknowledge()
         self.disk.clear()
 
-    def disk_bytes(self) -> int:
-        return self.disk.store.used_bytes
+    def tier_bytes(self) -> dict[str, int]:
+        return super().tier_bytes() | {"disk_bytes": self.disk.store.used_bytes}
 
     def close(self) -> None:
         """Write what is to be written."""
         while self._jobs:
             self._acknowledge()
         self.disk.close()
+        vars(self).pop("open_disk", None)  # it has the models
 
     # --- write --------------------------------------------------------------------------------------------------------
 

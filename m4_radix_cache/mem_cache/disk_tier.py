@@ -20,7 +20,7 @@ from m4_radix_cache.mem_cache.host_kv_pool import HostKVPool
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 
 HANG_S = 5.0
-"""A disk that writes no page for this time hangs: nobody waits for it any longer."""
+"""A disk that ends no read or write between two looks this far apart hangs: nobody waits for it any longer."""
 BASE_S, S_PER_TOKEN = 1.0, 0.25 / 1024
 """Time that a request waits for its pages, with the policy `timeout`."""
 

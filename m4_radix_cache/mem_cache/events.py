@@ -197,16 +197,8 @@ class Evicted(Event):
     @classmethod
     def of(cls, cache: Any, asked: int, rids: Sequence[str], evicted: Sequence[tuple[int, int]]) -> Self:
         """Build the event for `evicted` nodes, each with its number of tokens."""
-        return cls(
-            rids=tuple(rids),
-            asked=asked,
-            freed=sum(count for _, count in evicted),
-            nodes=tuple(node for node, _ in evicted),
-            token_counts=tuple(count for _, count in evicted),
-            strategy=cache.eviction_policy,
-            evictable=cache.evictable_size(),
-            protected=cache.protected_size(),
-        )
+        sizes = {"evictable": cache.evictable_size(), "protected": cache.protected_size()}
+        return cls(**eviction(cache, asked, rids, evicted), **sizes)
 
     def explain(self) -> str:
         short = "" if self.freed >= self.asked else ", all that no request has locked"
@@ -291,6 +283,19 @@ def listed(rids: Sequence[str]) -> str:
 def for_requests(rids: Sequence[str]) -> str:
     """Return for which requests something happens, or nothing."""
     return f" for {listed(rids)}" if rids else ""
+
+
+def eviction(cache: Any, asked: int, rids: Sequence[str | None], nodes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return the fields that all evictions have. `nodes`: each with its number of tokens."""
+    counts = tuple(count for _, count in nodes)
+    return {
+        "rids": tuple(rid for rid in rids if rid is not None),
+        "asked": asked,
+        "freed": sum(counts),
+        "nodes": tuple(node for node, _ in nodes),
+        "token_counts": counts,
+        "strategy": cache.eviction_policy,
+    }
 
 
 def wanted(what: str, count: int, rids: Sequence[str]) -> str:

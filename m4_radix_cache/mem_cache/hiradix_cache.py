@@ -8,10 +8,9 @@ A node has its KV on the device, in host memory or in both, and a copy between t
                       +--------- evict ---------+        +--- evict_host ---> (gone)
 
 The nodes on the device are the top of the tree: `evict` takes those without a child on the device, and `evict_host` the
-leaves that are only on the host. When a copy has ended is known to the trace only: it is acknowledged after a fixed
-number of steps, and whoever needs the memory of a copy that is under way waits for it. So decisions are the same in
-every run. m4's tree deletes what it evicts. SGLang: `mem_cache/hiradix_cache.py` of 0.5.7, which locks a node until its
-copy ends.
+leaves that are only on the host. No decision depends on when a copy ends, so decisions are the same in every run: a
+copy is acknowledged after a fixed number of steps, and a part that needs its memory sooner waits for it. `RadixCache`
+deletes what it evicts. SGLang: `mem_cache/hiradix_cache.py` of 0.5.7, which locks a node until its copy ends.
 """
 
 from collections import deque
@@ -41,7 +40,7 @@ from m4_radix_cache.mem_cache.tree_node import Edge, TreeNode
 from m4_radix_cache.request import Req
 
 ACK_STEPS = 2
-"""A copy is acknowledged as the second step after it begins."""
+"""A copy is acknowledged at the start of the second step after the one in which it began."""
 
 
 class HiRadixCache(RadixCache):
@@ -53,7 +52,7 @@ class HiRadixCache(RadixCache):
     """Fewer tokens in host memory are computed again, which is as fast (SGLang: `load_back_threshold`)."""
 
     def __init__(self, *, host_pool: HostKVPool, write_policy: str, **parts: Any) -> None:
-        """`write_policy`: as in `CacheConfig`. `parts`: as m4's cache."""
+        """`write_policy`: as in `CacheConfig`. `parts`: as of `RadixCache`."""
         self.host, self.write_policy = host_pool, write_policy
         super().__init__(**parts)
 
@@ -86,8 +85,8 @@ class HiRadixCache(RadixCache):
         """Return the number of tokens that host memory holds."""
         return (self.host.num_pages - self.host.available()) * self.page_size
 
-    def host_bytes(self) -> int:
-        return self.host_size() // self.page_size * self.host.page_bytes
+    def tier_bytes(self) -> dict[str, int]:
+        return super().tier_bytes() | {"host_bytes": self.host_size() // self.page_size * self.host.page_bytes}
 
     # --- match and load back ------------------------------------------------------------------------------------------
 
@@ -241,9 +240,7 @@ class HiRadixCache(RadixCache):
 
     def _host_pages(self, num_pages: int, rids: Sequence[str | None]) -> Slots | None:
         """Allocate host pages; evict from the host if they are not free."""
-        missing = self.host.num_missing(num_pages)
-        if missing > 0:
-            self.evict_host(missing, rids)
+        self.evict_host(self.host.num_missing(num_pages), rids)
         return self.host.alloc(num_pages)
 
     def _pages(self, slots: Slots) -> Slots:
@@ -286,21 +283,21 @@ class HiRadixCache(RadixCache):
     def evict(self, num_tokens: int, rids: Sequence[str] = ()) -> int:
         """Free slots of unlocked nodes without a child on the device, the smallest rank first. A node that the host has
         stays in the tree; with `write_back` it is written to the host now."""
-        freed, last = 0, None
+        freed = 0
         slots: list[Slots] = []
         nodes: list[Any] = []
         while freed < num_tokens and (node := self._candidates.pop()) is not None:
             self._settle(node)
             if self.write_policy == "write_back" and not node.is_backed:
-                last = self._write([node], rids) or last
+                self._write([node], rids)
             freed += node.num_tokens
             slots.append(node.value)
             nodes.append(node)
             self._take_off_device(node)
         if not nodes:
             return 0
-        while last is not None and last in self._jobs:  # the slots that it reads are free from now on
-            self._acknowledge()
+        for node in nodes:  # the slots that a write reads are free from now on
+            self._settle(node)
         kept = [(node.id, node.num_tokens) for node in nodes if node.parent is not None]
         gone = [(node.id, node.num_tokens) for node in nodes if node.parent is None]
         if lost := [(node.id, node.num_tokens) for node in self._lost if node not in nodes]:

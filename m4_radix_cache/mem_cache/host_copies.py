@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -60,7 +61,8 @@ class CopyJob:
         raise NotImplementedError
 
     def wait(self, layer: int | None = None) -> None:
-        """Return when this layer is copied; None: all layers. A load that failed is copied now."""
+        """Wait until this layer is copied; None: all layers. A load that failed is copied now. On CUDA the stream of
+        the steps waits for a layer, and the host for all of them."""
         raise NotImplementedError
 
 
@@ -157,7 +159,8 @@ class StreamJob(CopyJob):
         """Queue the copy of one layer."""
         source, target = self.layers[layer]
         for first, into, count in self.runs:
-            target[:, into : into + count].copy_(source[:, first : first + count], non_blocking=True)
+            for plane in range(2):  # each is contiguous: torch copies anything else through memory that is not pinned
+                target[plane, into : into + count].copy_(source[plane, first : first + count], non_blocking=True)
 
     def copy(self) -> None:
         """Also replace the events, of which a copy that failed has recorded only some."""
@@ -171,8 +174,9 @@ class StreamJob(CopyJob):
             if self.kind == "load":
                 self.copy()
         elif layer is None:
-            self.events[-1].synchronize()
-            self.seconds = self.began.elapsed_time(self.events[-1]) / 1e3
+            with suppress(torch.AcceleratorError):  # a lost device copies nothing any more
+                self.events[-1].synchronize()
+                self.seconds = self.began.elapsed_time(self.events[-1]) / 1e3
         else:
             torch.cuda.current_stream().wait_event(self.events[layer])
 
@@ -204,4 +208,5 @@ class StreamCopier:
 
     def close(self) -> None:
         """Wait for the copies."""
-        self.stream.synchronize()
+        with suppress(torch.AcceleratorError):
+            self.stream.synchronize()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, size, some, volatile
-from m4_radix_cache.mem_cache.events import for_requests, is_or_are, wanted
+from m4_radix_cache.mem_cache.events import eviction, for_requests, is_or_are, wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +112,7 @@ class Demoted(Event):
     @classmethod
     def of(cls, cache: Any, asked: int, rids: Sequence[str], nodes: Sequence[tuple[int, int]]) -> Self:
         """Build the event for nodes, each with its number of tokens."""
-        counts = tuple(count for _, count in nodes)
-        return cls(
-            rids=tuple(rids),
-            asked=asked,
-            freed=sum(counts),
-            nodes=tuple(node for node, _ in nodes),
-            token_counts=counts,
-            strategy=cache.eviction_policy,
-        )
+        return cls(**eviction(cache, asked, rids, nodes))
 
     def brief(self) -> str:
         return f"kept in host memory{for_requests(self.rids)}: {some(self.freed, 'token')}"
@@ -157,16 +149,7 @@ class HostEvicted(Event):
     @classmethod
     def of(cls, cache: Any, asked: int, rids: Sequence[str | None], nodes: Sequence[tuple[int, int]]) -> Self:
         """Build the event for nodes, each with its number of tokens; `asked`: the number of missing pages."""
-        counts = tuple(count for _, count in nodes)
-        return cls(
-            rids=known(rids),
-            asked=asked * cache.page_size,
-            freed=sum(counts),
-            nodes=tuple(node for node, _ in nodes),
-            token_counts=counts,
-            strategy=cache.eviction_policy,
-            host_used=cache.host_size(),
-        )
+        return cls(**eviction(cache, asked * cache.page_size, rids, nodes), host_used=cache.host_size())
 
     def explain(self) -> str:
         nodes, are = f"{_nodes(self.nodes)} with {some(self.freed, 'token')}", is_or_are(len(self.nodes))

@@ -6,6 +6,9 @@ kept of its tokens: K and V of each layer, with the scales of a quantised KV and
 `mem_cache/memory_pool_host.py`.
 """
 
+import ctypes
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +31,8 @@ from m4_radix_cache.mem_cache.disk_store import BufferSpec
 from m4_radix_cache.mem_cache.host_copies import CopyJob, StreamCopier, ThreadCopier, runs_of
 from m4_radix_cache.mem_cache.native_copies import NativeCopier
 
+MADV_POPULATE_WRITE = 23  # of Linux; Python's mmap has no name for it
+POPULATED_AT_ONCE = 2**26  # bytes, so that Ctrl-C is noticed in between
 DISK_S = 1.0
 """Time for which an allocation waits for pages that the disk tier uses, once: a disk that takes longer hangs."""
 
@@ -52,7 +57,7 @@ class HostKVPool:
         to_host = list(zip(self._device_layers, self._host_layers, strict=True))
         self._pairs = {"write": to_host, "load": [(host, device) for device, host in to_host]}
         self.layout: dict[str, BufferSpec] = {}
-        """The buffers of a page, by name: those of `blocks_of_page`."""
+        """The buffers of a page, by name: those of `buffers`."""
         self._parts: list[Any] = []  # of each buffer, uint8 [num_layers, num_pages, bytes]
         for blocks, spec, prefix in zip(
             host, (s.config.spec for s in storages), ("draft_", "")[-len(storages) :], strict=True
@@ -82,8 +87,9 @@ class HostKVPool:
         shape = (blocks.shape[0], self.num_pages, *blocks.shape[2:])
         if blocks.device.type == "cuda":
             return torch.empty(shape, dtype=blocks.dtype, pin_memory=True)
-        # on pages of 4 KiB the first write to each part takes three times as long as the next one
-        return on_huge_pages(prod(shape) * blocks.element_size()).view(blocks.dtype).view(shape)
+        memory = on_huge_pages(prod(shape) * blocks.element_size())
+        _populate(memory)
+        return memory.view(blocks.dtype).view(shape)
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
@@ -184,6 +190,7 @@ class HostKVPool:
         for copier in self.copiers.values():
             copier.close()
         self.storages, self._device_layers, self._host_layers, self._pairs, self._loads = [], [], [], {}, []
+        self.copiers, self._parts = {}, []
 
     def _start(self, kind: Literal["write", "load"], sources: Slots, targets: Slots) -> CopyJob:
         copier = self.copiers[kind]
@@ -204,6 +211,19 @@ class ArrivingKV:
         """Return the KV tensors of a layer when its pages are there."""
         self.pool.wait(self.kv, index)
         return self.kv.layer(index)
+
+
+def _populate(memory: torch.Tensor) -> None:
+    """Let Linux give the process this memory now, where it can (from 5.14 on), as long as some is free. Otherwise the
+    first write to each page waits for it, on a virtual machine for longer than the copy takes."""
+    if sys.platform != "linux":
+        return
+    madvise, page_size = ctypes.CDLL(None).madvise, os.sysconf("SC_PAGE_SIZE")
+    for start in range(0, memory.nbytes, POPULATED_AT_ONCE):
+        if os.sysconf("SC_AVPHYS_PAGES") * page_size < 4 * POPULATED_AT_ONCE:
+            return
+        length = min(POPULATED_AT_ONCE, memory.nbytes - start)
+        madvise(ctypes.c_void_p(memory.data_ptr() + start), ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
 
 def _copier(device: torch.device) -> Any:
@@ -227,7 +247,7 @@ def _planes(blocks: torch.Tensor) -> Any:
 
 
 def _layers(blocks: torch.Tensor) -> list[Any]:
-    """Return K and V of each layer as bytes: views `[2, pages, bytes]`, of numpy on a CPU."""
+    """Return K and V of each layer as bytes: views `[2, pages, bytes]`, of numpy without a GPU."""
     planes, pages = blocks.shape[:2]
     raw = blocks.view(torch.uint8).view(planes // 2, 2, pages, -1)
-    return list(raw.numpy() if blocks.device.type == "cpu" else raw)
+    return list(raw if blocks.is_cuda or blocks.is_pinned() else raw.numpy())

@@ -14,7 +14,7 @@ from m3_paged_attention.attention import native_library
 class NativeThread:
     """Runs the calls of the native backend that it is given. Its owner must `close` it."""
 
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self, depth: int) -> None:
         """Start the thread. `depth`: calls that may be launched and not have ended. Raises `NativeUnavailable` without
         the C++ kernels."""
         self._library = library = native_library.load()

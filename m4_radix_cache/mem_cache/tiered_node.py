@@ -1,6 +1,7 @@
 """Node of the tree with tiers: where the KV of its tokens is.
 
-m4's node has slots on the device. SGLang: `TreeNode` in `mem_cache/radix_cache.py`, with `host_value` and `hash_value`.
+`TreeNode` has slots on the device only. SGLang: `TreeNode` in `mem_cache/radix_cache.py`, with
+`host_value` and `hash_value`.
 """
 
 from dataclasses import dataclass, field

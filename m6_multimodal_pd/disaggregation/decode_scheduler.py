@@ -141,10 +141,11 @@ class DecodeScheduler(Scheduler):
         preempted: list[Req] = []
         for req in waiting:
             victims: list[Req] = []
-            if not self._take_room(req, victims):
+            has_room = self._take_room(req, victims)
+            preempted += victims
+            if not has_room:
                 break
             self._placed.append(req)
-            preempted += victims
         return preempted
 
     def _take_room(self, req: Req, victims: list[Req] | None = None) -> bool:

@@ -96,6 +96,7 @@ class RouterCore(EngineCoreBase):
             own |= {"num_running": running, "num_waiting": own["num_waiting"] + own["num_running"] - running}
         summed = EngineStats.__dataclass_fields__.keys() - COUNTED_HERE
         totals = {name: sum(stats.get(name, 0) for stats in of_engines) for name in summed}
+        totals["disk_bytes"] = max((stats.get("disk_bytes", 0) for stats in of_engines), default=0)  # one directory
         return EngineStats(**{**own, **totals})
 
     def flush_cache(self, tier: str | None = None) -> bool:

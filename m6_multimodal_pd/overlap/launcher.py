@@ -84,7 +84,7 @@ class Launcher:
         self.worker, self.runner = worker, worker.model_runner
         self.future_map = FutureMap(num_rows, self.runner.device)
         self.is_cuda = self.runner.device.type == "cuda"
-        self.thread = NativeThread() if isinstance(self.runner.kv.step, NativeStep) else None
+        self.thread = NativeThread(2) if isinstance(self.runner.kv.step, NativeStep) else None
         self.row_sampler = self.runner.rejection_sampler.one_each
         # Trace events read logits. On the stream of the steps they would wait for the one that is queued behind.
         self._reads: Any = None

@@ -18,7 +18,7 @@ from tests.structure.sources import Source
 
 PAGES = [*HERE.glob("docs/m*.md"), HERE / "README.md", *HERE.glob("notebooks/*.ipynb")]
 WITH_COMPILER = pytest.mark.skipif(native_library.obstacle() is not None, reason="the native backend cannot run here")
-LESSONS = ("m1", "m2", "m3", "m4", "m5", "m6", "m6_pd", "m6_overlap", "m7")
+LESSONS = ("m1", "m2", "m3", "m4", "m4_tiers", "m5", "m6", "m6_pd", "m6_overlap", "m7")
 
 
 def test_without_arguments_every_command_is_listed_with_its_subject_and_its_time(capsys):

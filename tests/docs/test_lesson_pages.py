@@ -42,7 +42,11 @@ def test_the_minutes_are_those_of_its_words(text: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in PAGES if path.stem[:2] in ("m3", "m6") or path.stem in ("m4_tiers", "m4_preemption")],
+    [
+        path
+        for path in PAGES
+        if path.stem[:2] in ("m3", "m6") or path.stem in ("m4_tiers", "m4_tiers_measured", "m4_preemption")
+    ],
     ids=lambda path: path.stem,
 )
 def test_a_page_of_the_long_lessons_takes_a_quarter_of_an_hour_at_most(path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -572,6 +573,17 @@ def page_bytes(make_engine: MakeEngine) -> int:
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_engine_holds_nothing_of_its_tiers(make_engine: MakeEngine, directory: Path) -> None:
+    with make_engine(PARTS, **over(directory)) as engine:
+        engine.generate(PROMPT, PARAMS)
+        pool = cache_of(engine).host
+        held = [weakref.ref(array) for array in (*pool._host_layers, *pool._device_layers, *pool._parts)]
+        held.append(weakref.ref(pool.storages[0]))
+    gc.collect()
+    assert engine.stats().num_steps and not any(reference() is not None for reference in held)
+    assert not hasattr(cache_of(engine), "open_disk"), "it has the models"
 
 
 def open_threads() -> list[NativeThread]:

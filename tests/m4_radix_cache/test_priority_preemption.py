@@ -191,6 +191,15 @@ def test_no_other_request_takes_the_room_before_a_preempted_one_that_comes_first
     bed.drain()
 
 
+def test_a_preempted_request_leaves_room_that_others_may_try() -> None:
+    bed = make_bed(num_tokens=40, conservativeness=0, max_num_seqs=4)
+    bed.add(24, 9), bed.step(), bed.add(20, 2), bed.step()
+    assert bed.scheduler.batch_is_full, "the second one lacks memory"
+    bed.add(14, 2, priority=URGENT)
+    assert set(bed.step().counts) == {"r2"} and victims_of(bed) == ["r0"] and not bed.scheduler.batch_is_full
+    bed.drain()
+
+
 def test_a_request_is_not_preempted_again_before_it_has_a_new_token() -> None:
     bed = make_bed(max_num_seqs=1)
     bed.add(6, 5), bed.step()

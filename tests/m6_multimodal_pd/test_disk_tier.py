@@ -69,6 +69,7 @@ def test_weights_are_exchanged_although_the_directory_is_gone(
     with LLMEngine(model_config=config, parts=PARTS, **over(directory)) as engine:
         prompt = engine.chat_prompt(asking(1, 2))
         wanted = engine.generate(prompt, greedy(4)).token_ids
+        until_written(engine)
         shutil.rmtree(directory)
         directory.write_text("a file now")
         with pytest.raises(EngineError, match="disk_path"):

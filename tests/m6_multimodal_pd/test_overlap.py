@@ -654,7 +654,7 @@ class Interrupted(Slow):
 @native
 def test_a_call_whose_launch_was_interrupted_is_waited_for() -> None:
     """It reads memory that is freed then."""
-    thread: Any = NativeThread()
+    thread: Any = NativeThread(2)
     thread._library = Interrupted(thread._library)
     with pytest.raises(KeyboardInterrupt):
         thread.launch("usleep", 60_000)
@@ -665,7 +665,7 @@ def test_a_call_whose_launch_was_interrupted_is_waited_for() -> None:
 @native
 def test_a_thread_that_is_closed_while_another_one_uses_it_ends_its_calls_first() -> None:
     """When Python ends, for example, and a daemon thread still steps."""
-    thread: Any = NativeThread()
+    thread: Any = NativeThread(2)
     thread._library = Slow(thread._library)
     number, began = thread.launch("usleep", 60_000), time.perf_counter()
     closing = threading.Thread(target=thread.close)

@@ -164,8 +164,9 @@ def test_the_memory_without_pages_is_what_requests_hold_and_what_is_reserved(sho
             assert shown["step"].endswith(f"and {padded} place{'s' * (padded > 1)} of padding") == (padded > 0)
 
 
-def recorded(folder: Path, *, group: Any = None, cache: Any = "radix") -> Path:
+def recorded(folder: Path, *, group: Any = None, cache: Any = "radix", urgent: bool = False) -> Path:
     """Three requests in little memory, audited after each step; one leaves before its end. `group`: of engines.
+    `urgent`: another one takes the places of two.
 
     Ids are longer than the words in a report of another engine.
     """
@@ -174,13 +175,17 @@ def recorded(folder: Path, *, group: Any = None, cache: Any = "radix") -> Path:
     path, prompt = folder / "run.jsonl", list(range(5, 29))
     memory = face.CacheConfig(max_total_tokens=96, page_size=4, prefix_cache=cache, debug=True)
     trace = face.TraceConfig(jsonl=path)
-    with face.LLMEngine(cache_config=memory, disaggregation_config=group, trace_config=trace) as engine:
+    limits = face.SchedulerConfig(schedule_policy="priority", priority_preemption=True) if urgent else None
+    configs = {"cache_config": memory, "disaggregation_config": group, "scheduler_config": limits}
+    with face.LLMEngine(**{k: v for k, v in configs.items() if v is not None}, trace_config=trace) as engine:
         for number in range(3):
             params = face.SamplingParams(max_tokens=12, ignore_eos=True)
             engine.add_request([*prompt[: 12 + 6 * number], 40 + number], params, request_id=f"{number:0100}")
             engine.step()
         for number in range(40):
             engine.step()
+            if number == 2 and urgent:
+                engine.add_request([90, *prompt, *prompt], face.SamplingParams(max_tokens=4), priority=20)
             if number == 4:
                 engine.abort_request(f"{2:0100}")
         engine.generate([70, *prompt], face.SamplingParams(max_tokens=40, ignore_eos=True))
@@ -206,7 +211,7 @@ ORACLE = """text => {
 
 
 @MORE
-@pytest.mark.parametrize("cache", ["radix", "hash", "chunk", "two engines"])
+@pytest.mark.parametrize("cache", ["radix", "hash", "chunk", "two engines", "preemption"])
 def test_the_memory_of_any_cache_and_of_two_engines_is_used_as_they_count_it(
     browser: Any, tmp_path: Path, cache: str
 ) -> None:
@@ -214,7 +219,9 @@ def test_the_memory_of_any_cache_and_of_two_engines_is_used_as_they_count_it(
     from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 
     group = DisaggregationConfig(prefill=1, decode=1, transport="in_process")
-    path = recorded(tmp_path, group=group) if cache == "two engines" else recorded(tmp_path, cache=cache)
+    ways: dict[str, dict[str, Any]] = {"two engines": {"group": group}, "preemption": {"urgent": True}}
+    path = recorded(tmp_path, **ways.get(cache, {"cache": cache}))
+    assert ('"event": "preempt"' in path.read_text(encoding="utf-8")) == (cache == "preemption")
     page = browser.new_page()
     page.add_script_tag(content=bundle())
     found = page.evaluate(ORACLE, path.read_text(encoding="utf-8"))

@@ -16,7 +16,8 @@
 //     pointwise.h        norms, rotary, SiLU
 //     layers.h           all layers of a step
 //     whole_step.h       the likeliest tokens; a step with the newest tokens before it and the next ones behind it
-//     thread.h           a thread that runs steps while Python does something else
+//     thread.h           a thread that runs calls while Python does something else
+//     pages.h            copies of KV pages, for that thread
 
 #include "attention.h"
 #include "int8.h"

@@ -29,7 +29,7 @@ struct PageCopy {  // m4's native_copies.py has the same fields
 void copy_pages(PageCopy& copy) {
     using Clock = std::chrono::steady_clock;
     const auto began = Clock::now();
-    for (long i = 0; i < copy.num_layers; i++) {
+    for (long i = 0, end = copy.num_layers; i < end; i++) {  // after the last `done` the host may free `copy`
         const LayerPair& layer = copy.layers[i];
         for (long plane = 0; plane < 2; plane++)
             for (const PageRun* run = copy.runs; run < copy.runs + copy.num_runs; run++)

@@ -1,4 +1,4 @@
-// A thread that runs one call after the other: launch some of them, do something else, wait for the first.
+// A thread that runs calls (steps, copies), one after the other: launch some of them, do something else, wait for the first.
 //
 // Both sides spin for 50 microseconds before they sleep, because waking a thread takes as long as a small step.
 
