@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from m1_single_request.config import EngineConfig as SingleRequestConfig
+from m1_single_request.config import EngineConfig as SingleRequestConfig, check_path
 from m1_single_request.errors import ConfigError, shown
 from m1_single_request.field_rules import NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
 from m3_paged_attention.config import BatchLimits, KVCacheDtype, ModelConfig, Share, check_one_given
@@ -100,6 +100,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
+        check_path("disk_path", self.disk_path, "a directory", optional=True)
         if not isinstance(self.eviction_policy, str) or self.eviction_policy not in STRATEGIES:
             known = " or ".join(STRATEGIES)
             raise ConfigError(f"eviction_policy={shown(self.eviction_policy)} is unknown: use {known}")

@@ -108,15 +108,14 @@ class DiskRadixCache(HiRadixCache):
             return
         store, data = self.disk.store, req.key.data[start : num_pages * self.page_bytes]
         digests = store.digests(names[-1] if names else store.root(req.key.extra_key), data)
-        if (
-            len(digests) * self.page_size < self.least_prefetched
-            or (self._num_arriving() + len(digests)) * HOST_SHARE > self.host.num_pages
-            or not store.contains(digests[0])
-        ):
+        if len(digests) * self.page_size < self.least_prefetched:
             return
         same = (one for one in self._prefetches.values() if one.digests == digests)
         prefetch = next(same, None)  # of another output of the same prompt, for example
         if prefetch is None:
+            is_too_large = (self._num_arriving() + len(digests)) * HOST_SHARE > self.host.num_pages
+            if is_too_large or not store.contains(digests[0]):
+                return
             self._pin(node, 1)
             pages = self._host_pages(len(digests), [req.rid])
             self._pin(node, -1)

@@ -107,6 +107,8 @@ class RouterCore(EngineCoreBase):
         """
         if self.has_unfinished_requests():
             return False
+        if tier is not None and not (isinstance(tier, str) and tier):
+            raise ConfigError(f"flush_cache: tier={shown(tier)} is not configured: give the name of a tier, or none")
         deadline = time.monotonic() + CALL_TIMEOUT_S
         while not all(self.call_all("flush_cache", tier or "").values()):
             if time.monotonic() > deadline:

@@ -487,7 +487,8 @@ def test_outputs_of_one_prompt_are_read_once(
     make_engine: MakeEngine, m1: Remembered, directory: Path, gate: Gate
 ) -> None:
     """All wait for the pages; one of them may end meanwhile."""
-    with make_engine(PARTS, **over(directory)) as engine:
+    room = 21 * page_bytes(make_engine)  # all prefetches together may take a half
+    with make_engine(PARTS, **over(directory, host_memory_bytes=room)) as engine:
         recorder = Recorder(engine.engine_core.tracer)
         for rid in ("first", "second", "third"):
             engine.add_request(PROMPT, PARAMS, request_id=rid)
@@ -499,6 +500,7 @@ def test_outputs_of_one_prompt_are_read_once(
         outputs = finished(engine)
         assert {outputs[rid].token_ids for rid in ("second", "third")} == {m1.generate(PROMPT, PARAMS).token_ids}
         assert gate.num_reads == 10 and engine.stats().num_disk_hit_tokens == 40
+        assert engine.stats().num_prompt_tokens == 4, "two of each that is answered"
         found = recorder.events("prefetched")
         assert [(event.rid, event.found, event.node is None) for event in found] == [
             ("second", 40, False), ("third", 40, True),

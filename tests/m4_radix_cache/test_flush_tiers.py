@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from m1_single_request.errors import ConfigError
-from m4_radix_cache import LLMEngine
+from m4_radix_cache import CacheConfig, LLMEngine
 from tests.m4_radix_cache.engines import MakeEngine, Recorder, Remembered, cache_of, check_memory, greedy, ids, setting
 from tests.m4_radix_cache.test_disk_engines import PARAMS, PARTS, PROMPT, over, pages, until_written
 
@@ -72,3 +72,9 @@ def test_nothing_is_flushed_while_requests_run(make_engine: MakeEngine, tmp_path
         for tier in (None, "device", "host", "disk"):
             engine.step()
             assert not engine.flush_cache(tier)
+
+
+@pytest.mark.parametrize("path", ["", 5, True, 1.5, [], b"kv", "x/" * 3000])
+def test_a_path_that_is_none_is_refused_before_a_model_is_loaded(path: Any) -> None:
+    with pytest.raises(ConfigError, match="disk_path="):
+        CacheConfig(host_memory_bytes=2**20, disk_path=path)

@@ -1,6 +1,5 @@
 """Prefill and decode engines that keep KV in host memory: one engine's answers, and no page is sent without need."""
 
-import time
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -10,7 +9,7 @@ import pytest
 
 from m1_single_request.request import FinishAbort
 from m1_single_request.tracer import Tracer
-from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, ModelConfig
+from m6_multimodal_pd import CacheConfig, ConfigError, DisaggregationConfig, LLMEngine, ModelConfig
 from m6_multimodal_pd.disaggregation.decode_scheduler import DecodeScheduler
 from m6_multimodal_pd.disaggregation.prefill_scheduler import PrefillScheduler
 from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, Preallocated
@@ -122,18 +121,17 @@ def test_pages_that_the_decode_side_has_on_its_host_are_not_sent_again(seeing_di
 @pytest.mark.exhaustive
 def test_the_directory_of_a_group_is_counted_once(seeing_directory: Path, tmp_path: Path) -> None:
     config, limits = ModelConfig(model=seeing_directory, device="cpu", dtype="float32"), setting(4, 64)
-    group = DisaggregationConfig(prefill=1, decode=1, transport="in_process")
     memory = CacheConfig(page_size=4, host_memory_bytes=2**22, disk_path=tmp_path, max_total_tokens=512)
+    with LLMEngine(model_config=config, **limits | {"cache_config": memory}) as engine:
+        engine.generate(list(range(5, 45)), greedy(8))
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    group = DisaggregationConfig(prefill=1, decode=1, transport="in_process")
     with LLMEngine(model_config=config, disaggregation_config=group, **limits | {"cache_config": memory}) as engine:
-        for _ in range(2):
-            engine.generate(list(range(5, 45)), greedy(8))
-        engine.flush_cache()
-        for _ in range(100):
-            time.sleep(0.01)
-            size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-            if size and engine.stats().disk_bytes == size:
-                return
-    raise AssertionError(f"{engine.stats().disk_bytes} bytes are counted, {size} are there")
+        engine.generate([5, 6, 7], greedy(1))  # both engines have started; less than a page
+        assert size and engine.stats().disk_bytes == size
+        for tier in ("", 0, 1, True, b"host"):
+            with pytest.raises(ConfigError, match="is not configured"):
+                engine.flush_cache(tier)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("role", [PrefillScheduler, DecodeScheduler])
