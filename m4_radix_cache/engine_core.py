@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from m1_single_request.engine_core import EngineCoreBase
+from m1_single_request.errors import EngineDeadError
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
@@ -87,14 +88,18 @@ class EngineCore(EngineCoreBase):
         """Empty the prefix cache and return True. With unfinished requests, keep it and return False.
 
         `tier`: `device`, `host` or `disk` alone; None: device and host. Raises `ConfigError` for a tier that is not
-        configured."""
+        configured, `DiskError` for a disk that does not do it, and `EngineDeadError` if KV is lost meanwhile."""
         if self.has_unfinished_requests():
             return False
         with self.changing():
             if tier is None:
                 self._forget_all(FinishAbort())
-            else:
+                return True
+            try:
                 self.scheduler.tree_cache.flush_tier(tier)
+            except EngineDeadError as error:
+                self.dead = error
+                raise
         return True
 
     def close(self) -> None:

@@ -154,8 +154,10 @@ class Scheduler:
     def _get_new_batch_prefill(self) -> ScheduleBatch | None:
         """Admit waiting requests in the order of the policy, as long as rows, tokens and memory allow."""
         rows = self.pools.req_to_token_pool
+        if (self.batch_is_full or not rows.available_size()) and not self.may_preempt():
+            return None
         waiting = [r for r in self.waiting_queue if r.to_finish is None and not self.tree_cache.is_waiting(r)]
-        if not waiting or ((self.batch_is_full or not rows.available_size()) and not self.may_preempt()):
+        if not waiting:
             return None
         adder = self._new_adder(rows.available_size(), len(waiting))
         for req in checked(self.policy.calc_priority(list(waiting)), self.policy, waiting).ready:

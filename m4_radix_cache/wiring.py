@@ -3,7 +3,7 @@
 Pools and cache are built before the scheduler, and the rows of slots before the runner, which reads them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from m1_single_request.errors import ConfigError
@@ -35,20 +35,22 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.schedule_policy import SchedulePolicy
 from m4_radix_cache.scheduler import Scheduler
-from m4_radix_cache.tiers import tiers_of
+from m4_radix_cache.tiers import WatchedLoader, tiers_of
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the model, size the KV memory, and build the engine core from its parts."""
     check_memory_share(config.cache, config.model.torch_device())
     prefix_cache_class(config.cache, parts)  # raises before the model is loaded
-    loaded = parts["model_loader"](config.model, kv_cache_dtype=config.cache.kv_cache_dtype)
+    load = WatchedLoader(parts["model_loader"], config.cache)
+    loaded = load(config.model, kv_cache_dtype=config.cache.kv_cache_dtype)
     loaded, (limits, executor, rows, worker), budget = fit_to_memory(
         loaded, lambda loaded: build_executor(config, parts, loaded, tracer), config
     )
     trace_start(loaded, config.model, limits, tracer)
     kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
-    pools = build_pools(kv_cache_config.num_blocks, rows, config, [loaded], worker.model_runner, parts, tracer)
+    tiers = tiers_of(config, load, [loaded], worker.model_runner, parts)
+    pools = build_pools(kv_cache_config.num_blocks, rows, config, tiers, parts, tracer)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
             request_class=parts["request"],
@@ -189,15 +191,11 @@ def build_pools(
     num_pages: int,
     rows: ReqToTokenPool,
     config: EngineConfig,
-    loaded: Sequence[Any],
-    runner: Any,
+    tiers: Mapping[str, Any],
     parts: Mapping[str, Any],
     tracer: Tracer,
 ) -> Pools:
-    """Build the pools: `rows`, slots in `num_pages` pages, and the cache that shares them, with its tiers.
-
-    `loaded`: the models of the `runner`, the target last.
-    """
+    """Build the pools: `rows`, slots in `num_pages` pages, and the cache that shares them, with its `tiers`."""
     cache, make_slots = config.cache, parts["token_to_kv_pool_allocator"]
     slots = make_slots(size=num_pages * cache.page_size, page_size=cache.page_size, checked=cache.debug)
     tree_cache = prefix_cache_class(cache, parts)(
@@ -205,6 +203,6 @@ def build_pools(
         token_to_kv_pool_allocator=slots,
         eviction_policy=cache.eviction_policy,
         tracer=tracer,
-        **tiers_of(cache, config.model, loaded, runner, parts),
+        **tiers,
     )
     return Pools(rows, slots, tree_cache, debug=cache.debug)

@@ -181,10 +181,10 @@ class Work:
         scheduler, chunked = self.scheduler, self.prompts.chunked_req
         num_rows = scheduler.pools.req_to_token_pool.available_size()
         cache = scheduler.tree_cache
-        waiting = [req for req in scheduler.waiting_queue if req.to_finish is None and not cache.is_waiting(req)]
+        waiting: list[Req] = []
         is_full = scheduler.batch_is_full or not num_rows
-        if self._has_retracted or (is_full and not scheduler.may_preempt()):
-            waiting = []
+        if not self._has_retracted and (not is_full or scheduler.may_preempt()):
+            waiting = [req for req in scheduler.waiting_queue if req.to_finish is None and not cache.is_waiting(req)]
         if chunked is not None and chunked.to_finish is not None:  # it ends now, and the update frees its KV
             chunked, waiting = None, []
         if num_tokens < 1 or (chunked is None and not waiting):

@@ -18,6 +18,7 @@ from m3_paged_attention.wiring import trace_start
 from m3_paged_attention.worker import GPUWorker
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.schedule_batch import Pools
+from m4_radix_cache.tiers import WatchedLoader, tiers_of
 from m4_radix_cache.wiring import (
     PARTS as M4_PARTS,
     build_pools,
@@ -47,7 +48,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     """Load the models, size the KV memory, measure the costs of steps if needed, and connect the parts."""
     check_memory_share(config.cache, config.model.torch_device())
     prefix_cache_class(config.cache, parts)  # raises before the model is loaded
-    load, kv_cache_dtype = parts["model_loader"], config.cache.kv_cache_dtype
+    load, kv_cache_dtype = WatchedLoader(parts["model_loader"], config.cache), config.cache.kv_cache_dtype
     loaded = load(config.model, kv_cache_dtype=kv_cache_dtype)
     drafting = load_draft_model(
         load, config.model, kv_cache_dtype, config.speculative, loaded, default_models=(DEFAULT_MODEL,)
@@ -61,7 +62,8 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
     costs = cost_table(limits, worker, tracer)
     models = [each for each in (drafting, loaded) if each is not None]
-    pools = build_pools(kv_cache_config.num_blocks, rows, config, models, worker.model_runner, parts, tracer)
+    tiers = tiers_of(config, load, models, worker.model_runner, parts)
+    pools = build_pools(kv_cache_config.num_blocks, rows, config, tiers, parts, tracer)
     num_tokens = pools.token_to_kv_pool_allocator.size
     return parts["engine_core"](
         input_processor=build_input_processor(config, limits, parts, loaded, num_tokens),

@@ -79,19 +79,22 @@ class EngineCore(RadixEngineCore):
             raise EngineUsageError("weights are exchanged between requests, and some are unfinished")
         check_loader(self._parts)
         checkpoint = self.weight_loader.check(model)
-        cache = self.scheduler.tree_cache
         with self.changing():
-            # pages on the disk are those of other weights; an error of the directory must come before they change
-            disk = cache.open_disk(model) if isinstance(cache, DiskRadixCache) else None
             self._forget_all(FinishAbort())
             try:
-                self.weight_loader.load(checkpoint)
+                self.weight_loader.load(checkpoint, self._open_disk)
             except EngineDeadError as error:
                 self.dead = error
                 raise
-            if isinstance(cache, DiskRadixCache) and disk is not None:
-                cache.disk.close()
-                cache.disk = disk
+
+    def _open_disk(self, model: str) -> None:
+        """Before weights are written, open the disk tier for them: its pages are those of other weights. An error of
+        the directory comes while nothing has changed."""
+        cache = self.scheduler.tree_cache
+        if isinstance(cache, DiskRadixCache):
+            disk = cache.open_disk(model)
+            cache.disk.close()
+            cache.disk = disk
 
     def close(self) -> None:
         """Stop a profile that is being recorded, and close as in m4."""

@@ -83,26 +83,31 @@ class WeightLoader:
                 raise ModelLoadError(f"{model}: its {name} is not that of the model that runs; start another engine")
         return load_part(model, "its weights", lambda: self._checkpoint(model))
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    def load(self, checkpoint: Checkpoint, before_write: Callable[[str], object]) -> None:
         """Overwrite the weights by those of `checkpoint`, which `check` has returned.
 
+        `before_write`: called with the name of the model whose files are read next. A file that changes between this
+        call and the end of the reading is an error.
         Raises `ModelLoadError` if they cannot be read to their end; then the weights of before are read again, from the
         directory of that model as it is now. `EngineDeadError` if these cannot be read either.
         """
+        before_write(checkpoint.model)
         try:
             self._write(checkpoint)
         except Exception as error:
-            self._restore(checkpoint.model, error)
+            self._restore(checkpoint.model, before_write, error)
             raise ModelLoadError(
                 f"{checkpoint.model}: reading its weights failed: {error}; {self.config.model} was loaded again"
             ) from error
         self.config = replace(self.config, model=checkpoint.model)
 
-    def _restore(self, model: str, error: Exception) -> None:
+    def _restore(self, model: str, before_write: Callable[[str], object], error: Exception) -> None:
         """Load the weights of before again, because `error` was raised between those of `model`."""
         before = str(self.config.model)
         try:
-            self._write(self.check(before))
+            checkpoint = self.check(before)
+            before_write(before)
+            self._write(checkpoint)
         except Exception as another:
             raise EngineDeadError(
                 f"reading the weights of {model} failed ({error}), and so did reading those of {before} again "

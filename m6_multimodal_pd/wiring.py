@@ -17,6 +17,7 @@ from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.model_len import shortened
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import trace_start
+from m4_radix_cache.tiers import WatchedLoader, tiers_of
 from m4_radix_cache.wiring import build_pools, fit_to_memory, prefix_cache_class, reserve_kv_memory
 from m5_chunked_prefill_spec.speculative.draft_runner import limited, load_draft_model
 from m5_chunked_prefill_spec.wiring import (
@@ -50,7 +51,7 @@ from m6_multimodal_pd.weight_loader import WeightLoader
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the models, size the KV memory, measure, and put the parts together."""
-    prepared = PreparedEngine(config, parts, tracer, parts["model_loader"])
+    prepared = PreparedEngine(config, parts, tracer, WatchedLoader(parts["model_loader"], config.cache))
     return prepared.complete(prepared.loaded.max_model_len)
 
 
@@ -60,10 +61,11 @@ class PreparedEngine:
     loaded: LoadedModel
     """With the maximum length for which this engine has memory."""
 
-    def __init__(self, config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer, load: Any) -> None:
-        """Call `load` for the models, and fit the maximum length of requests to the memory, without reserving KV
-        memory. `load`: the part `model_loader`, or what has its models, for engines that share them."""
-        self.config, self.parts, self.tracer = config, parts, tracer
+    def __init__(self, config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer, load: WatchedLoader) -> None:
+        """Load the models, and fit the maximum length of requests to the memory, without reserving KV memory.
+
+        `load`: engines may share it, and then what it has loaded."""
+        self.config, self.parts, self.tracer, self.load = config, parts, tracer, load
         device = config.model.torch_device()
         check_memory_share(config.cache, device)
         prefix_cache_class(config.cache, parts)  # raises before the model is loaded
@@ -90,7 +92,8 @@ class PreparedEngine:
         kv_cache_config = reserve_kv_memory(executor, config, self.kv_budget, loaded, tracer)
         costs = cost_table(limits, worker, tracer)
         models = [each for each in (self.drafting, loaded) if each is not None]
-        pools = build_pools(kv_cache_config.num_blocks, rows, config, models, worker.model_runner, parts, tracer)
+        tiers = tiers_of(config, self.load, models, worker.model_runner, parts)
+        pools = build_pools(kv_cache_config.num_blocks, rows, config, tiers, parts, tracer)
         size = pools.token_to_kv_pool_allocator.size
         with_budget = dict(parts) | {"prefill_adder": adder_of(parts, loaded, encoder)}
         return engine_core_class(config, parts)(

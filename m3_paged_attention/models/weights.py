@@ -234,7 +234,7 @@ def draw(tensors: Mapping[str, Weight], spread: float, generator: torch.Generato
             tensor.normal_(0.0, spread, generator=generator)
 
 
-def _weight_files(name: str, directory: Path) -> list[Path]:
+def weight_files(name: str, directory: Path) -> list[Path]:
     """Return the model's weight files. The directory may have other safetensors, such as a copy in another format."""
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
@@ -257,7 +257,7 @@ def _weight_files(name: str, directory: Path) -> list[Path]:
 def read_headers(name: str, directory: Path) -> dict[str, Header]:
     """Return the headers of all tensors in a directory, by name. Raises `ModelLoadError` for damaged files."""
     headers: dict[str, Header] = {}
-    for file in _weight_files(name, directory):
+    for file in weight_files(name, directory):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - not a dictionary

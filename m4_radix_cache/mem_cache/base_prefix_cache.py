@@ -72,7 +72,7 @@ class BasePrefixCache(ABC):
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         self.page_size = token_to_kv_pool_allocator.page_size
-        self.page_bytes = self.page_size * TOKEN_BYTES
+        self.page_key_bytes = self.page_size * TOKEN_BYTES
         """Size of a page in `RadixKey.data`."""
         self.eviction_policy = eviction_policy
         self.tracer = tracer
@@ -159,7 +159,7 @@ class BasePrefixCache(ABC):
         """Begin to read KV of a request that has arrived from a disk; by default there is none."""
 
     def is_waiting(self, req: Req) -> bool:
-        """Return whether a request must not start yet, because KV of it is read from a disk."""
+        """Return whether a request that has a place must not start yet, because KV of it is read from a disk."""
         return False
 
     def cancel_prefetch(self, rid: str) -> None:  # noqa: B027

@@ -88,7 +88,7 @@ class BlockHashCache(BasePrefixCache):
 
     def _digests(self, key: RadixKey, num_pages: int) -> list[bytes]:
         """Return the digests of the first pages of `key`, each chained to the one before. Computed once per key."""
-        digests, size, data = key.page_digests.setdefault(self.page_size, []), self.page_bytes, key.data
+        digests, size, data = key.page_digests.setdefault(self.page_size, []), self.page_key_bytes, key.data
         if len(digests) < num_pages:
             digest = digests[-1] if digests else _root_digest(key.extra_key)
             for start in range(len(digests) * size, num_pages * size, size):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from m4_radix_cache.mem_cache.disk_events import DiskFailed, DiskWriteStarted, Prefetched, PrefetchStarted
 from m4_radix_cache.mem_cache.disk_tier import DiskTier, Prefetch
 from m4_radix_cache.mem_cache.hiradix_cache import HiRadixCache
+from m4_radix_cache.mem_cache.host_copies import CopyJob
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES
 from m4_radix_cache.request import Req
 
@@ -27,15 +28,16 @@ class DiskRadixCache(HiRadixCache):
     least_prefetched: ClassVar[int] = 256
     """Fewer tokens are computed, which is as fast as to wait for the disk."""
 
-    def __init__(self, *, open_disk: Callable[[str | None], DiskTier], prefetch_policy: str, **parts: Any) -> None:
-        """`open_disk`: returns the disk tier for the weights of a model, None for those that are loaded.
+    def __init__(self, *, open_disk: Callable[..., DiskTier], prefetch_policy: str, **parts: Any) -> None:
+        """`open_disk`: returns the disk tier for the model that is loaded; m6 also opens it for other weights.
         `prefetch_policy`: as in `CacheConfig`. `parts`: as of the tree with two tiers."""
         self.open_disk, self.prefetch_policy = open_disk, prefetch_policy
-        self.disk = self.open_disk(None)
+        self.disk = self.open_disk()
         self._last_failure: str | None = None  # a full disk is reported once
         super().__init__(**parts)
 
     def _start_empty(self) -> None:
+        self._arrived: dict[str, Req] = {}  # since the last step
         self._prefetches: dict[str, Prefetch] = {}
         super()._start_empty()
 
@@ -50,6 +52,8 @@ class DiskRadixCache(HiRadixCache):
             return super().flush_tier(tier)
         while self._jobs:
             self._acknowledge()
+        for node in self.nodes():
+            node.is_on_disk = False
         self.disk.clear()
 
     def tier_bytes(self) -> dict[str, int]:
@@ -57,8 +61,7 @@ class DiskRadixCache(HiRadixCache):
 
     def close(self) -> None:
         """Write what is to be written."""
-        while self._jobs:
-            self._acknowledge()
+        self._end_copies()
         self.disk.close()
         vars(self).pop("open_disk", None)  # it has the models
 
@@ -69,9 +72,19 @@ class DiskRadixCache(HiRadixCache):
         super()._acknowledge()
         if job.kind == "write" and job.error is None:
             for node in job.nodes:
-                if node.parent is not None and (digests := self._digests(node)):
-                    self.disk.write(digests, node.host_pages[: len(digests)], self._chain(node))
-                    self.tracer.emit(DiskWriteStarted.of, job, node, len(digests) * self.page_size)
+                node.is_on_disk = False
+            for node in job.nodes:
+                if node.parent is not None:
+                    self._write_to_disk(node, job)
+
+    def _write_to_disk(self, last: Any, job: CopyJob) -> None:
+        """Write the nodes down to `last` that the disk does not have: those of the job, and after a flush of the disk
+        those above, without which it could not be found."""
+        for node in self._path(last):
+            if not node.is_on_disk and node.is_backed and node.job is None and (digests := self._digests(node)):
+                self.disk.write(digests, node.host_pages[: len(digests)], self._chain(node))
+                self.tracer.emit(DiskWriteStarted.of, job, node, len(digests) * self.page_size)
+                node.is_on_disk = True
 
     def _digests(self, node: Any) -> list[bytes] | None:
         """Return the names of a node's pages on the disk: of all of them, or of those before the first image. None for
@@ -82,7 +95,7 @@ class DiskRadixCache(HiRadixCache):
                 parent = self.disk.store.root(each.edge[0]) if above is None else above[-1]
                 each.digests = self.disk.store.digests(parent, each.key)
             above = each.digests
-            if len(above) * self.page_bytes < len(each.key):
+            if len(above) * self.page_key_bytes < len(each.key):
                 return above if each is node else None
         return above
 
@@ -92,21 +105,26 @@ class DiskRadixCache(HiRadixCache):
 
     def _split(self, node: Any, num_bytes: int, rid: str | None) -> Any:
         upper = super()._split(node, num_bytes, rid)
+        upper.is_on_disk = node.is_on_disk
         if node.digests is not None:
-            num_pages = num_bytes // self.page_bytes
+            num_pages = num_bytes // self.page_key_bytes
             upper.digests, node.digests = node.digests[:num_pages], node.digests[num_pages:]
         return upper
 
     # --- prefetch -----------------------------------------------------------------------------------------------------
 
     def prefetch(self, req: Req) -> None:
-        """Begin to read the pages of a request that has arrived, if the disk has the first one that the tree lacks."""
+        """Let the next step begin to read the pages of a request that has arrived."""
+        self._arrived[req.rid] = req
+
+    def _prefetch(self, req: Req) -> None:
+        """Begin to read the pages of a request, if the disk has the first one that the tree lacks."""
         num_pages = req.match_limit // self.page_size
-        node, _, start = self._walk(req.key, num_pages * self.page_bytes, 0)
+        node, _, start = self._walk(req.key, num_pages * self.page_key_bytes, 0)
         names = self._digests(node)
-        if node is not self.root and len(names or ()) * self.page_bytes < len(node.key):  # behind an image
+        if node is not self.root and len(names or ()) * self.page_key_bytes < len(node.key):  # behind an image
             return
-        store, data = self.disk.store, req.key.data[start : num_pages * self.page_bytes]
+        store, data = self.disk.store, req.key.data[start : num_pages * self.page_key_bytes]
         digests = store.digests(names[-1] if names else store.root(req.key.extra_key), data)
         if len(digests) * self.page_size < self.least_prefetched:
             return
@@ -114,7 +132,7 @@ class DiskRadixCache(HiRadixCache):
         prefetch = next(same, None)  # of another output of the same prompt, for example
         if prefetch is None:
             is_too_large = (self._num_arriving() + len(digests)) * HOST_SHARE > self.host.num_pages
-            if is_too_large or not store.contains(digests[0]):
+            if is_too_large or not self.disk.contains(digests[0]):
                 return
             self._pin(node, 1)
             pages = self._host_pages(len(digests), [req.rid])
@@ -134,10 +152,14 @@ class DiskRadixCache(HiRadixCache):
         return list(dict.fromkeys(self._prefetches.values()))
 
     def is_waiting(self, req: Req) -> bool:
-        """Return whether pages of a request are still read."""
+        """Return whether pages of a request are still read. With `best_effort` take those that have arrived."""
+        prefetch = self._prefetches.get(req.rid)
+        if prefetch is not None and prefetch.policy == "best_effort":
+            self._take(prefetch)
         return req.rid in self._prefetches
 
     def cancel_prefetch(self, rid: str) -> None:
+        self._arrived.pop(rid, None)
         prefetch = self._prefetches.pop(rid, None)
         if prefetch is not None and prefetch not in self._prefetches.values():
             prefetch.is_cancelled = True
@@ -157,6 +179,8 @@ class DiskRadixCache(HiRadixCache):
             if reason != self._last_failure:
                 self.tracer.emit(DiskFailed, reason=reason)
             self._last_failure = reason
+        while self._arrived:
+            self._prefetch(self._arrived.pop(next(iter(self._arrived))))
         for prefetch in self._distinct():
             if prefetch.is_over(self.page_size):
                 self._take(prefetch)
@@ -172,6 +196,8 @@ class DiskRadixCache(HiRadixCache):
         found, asked = num_pages * self.page_size, len(prefetch.pages) * self.page_size
         self.num_disk_hit_tokens += found
         node = self.insert_on_host(prefetch.key, prefetch.start, prefetch.pages[:num_pages]) if found else None
+        if node is not None:
+            node.is_on_disk = True
         for rid in rids:
             self.tracer.emit(Prefetched.of, rid, prefetch, node, asked, found, seconds)
             node = None  # the others find it there

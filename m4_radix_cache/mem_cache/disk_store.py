@@ -2,16 +2,9 @@
 
 The name of a page is a digest of all that its KV depends on: the models, the layout of its buffers, the page size, the
 namespace, and all tokens from the first to its last, chained as in `block_hash_cache.py`. So a file with this name
-holds this KV, for every engine and for the next process, and a page is not written twice.
-
-    <digest>.safetensors    8 bytes: length of the header
-                            header (JSON): name, type and shape of each buffer; digest of the page, sha256 of the data
-                            data: the buffers, one after the other
-
-A reader knows every byte of the header but the checksum, so it parses nothing: it compares. A bit flipped anywhere, a
-file of another length, or one with another page's name is a miss, and the file is removed. Any tool reads the format;
-it is safetensors. New in this milestone. SGLang: `HiCacheStorage` in `mem_cache/hicache_storage.py`; vLLM:
-`v1/kv_offload`.
+holds this KV, for every engine and for the next process, and a page is not written twice. A file that is not the one
+that was written (`page_file.py`) is a miss, and is removed. New in this milestone. SGLang: `HiCacheStorage` in
+`mem_cache/hicache_storage.py`; vLLM: `v1/kv_offload`.
 """
 
 import json
@@ -23,15 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from m1_single_request.errors import ConfigError
-from m1_single_request.trace_event import size
 from m4_radix_cache.mem_cache.disk_files import (
     Damage,
     is_temporary,
@@ -41,38 +30,14 @@ from m4_radix_cache.mem_cache.disk_files import (
     remove_abandoned,
     write_file,
 )
+from m4_radix_cache.mem_cache.page_file import FORMAT, BufferSpec, Bytes, PageFile
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES
 
-FORMAT = "stepwise-kv-1"
-"""Another format, or another meaning of the numbers in the KV, needs another name here."""
-DTYPES = {
-    "float32": ("F32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "int8": ("I8", 1),
-    "uint8": ("U8", 1),
-}
-"""Types of numbers: the name in torch, the name in safetensors, and the bytes per number."""
 PAGE_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 RECOUNT_SHARE, SPARE_SHARE = 16, 8
 """An engine counts the files again after it has written this part of the capacity, so that several engines exceed it by
 at most this part each. If it is exceeded, this larger part is evicted, so that not every write has to."""
 TOUCH_STEP_NS = 1000
-
-Bytes = NDArray[np.uint8]
-
-
-class BufferSpec(NamedTuple):
-    """Type and shape of one buffer of a page."""
-
-    dtype: str
-    """A key of `DTYPES`."""
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return DTYPES[self.dtype][1] * prod(self.shape)
 
 
 class DiskResult(NamedTuple):
@@ -103,21 +68,16 @@ class DiskStore:
         `models`: the identity of each model whose KV is in a page (`model_identity`). `page_size`: in tokens.
         `vocab_size`: larger ids stand for images, and mean something in this process only. Raises `ConfigError`.
         """
+        self._file = PageFile(layout)
+        self.file_bytes = self._file.num_bytes
+        """Size of the file of a page."""
+        self._file.check_capacity(max_bytes)
         self.path = private_directory(path)
-        self.max_bytes, self._page_bytes, self._vocab_size = max_bytes, page_size * TOKEN_BYTES, vocab_size
+        self.max_bytes, self._page_key_bytes, self._vocab_size = max_bytes, page_size * TOKEN_BYTES, vocab_size
         description = json.dumps([FORMAT, list(models), page_size, list(layout.items())])
         self._description = sha256(description.encode()).digest()
-        self._sizes = [buffer.num_bytes for buffer in layout.values()]
-        ends = np.cumsum([0, *self._sizes]).tolist()
-        self._tensors = {
-            name: {"dtype": DTYPES[buffer.dtype][0], "shape": buffer.shape, "data_offsets": ends[i : i + 2]}
-            for i, (name, buffer) in enumerate(layout.items())
-        }
-        self._data_start = len(self._header(bytes(32), bytes(32)))
-        self.file_bytes = self._data_start + ends[-1]
-        """Size of the file of a page."""
-        if max_bytes < self.file_bytes:
-            raise ConfigError(f"disk_bytes={max_bytes} is less than one page, which takes {size(self.file_bytes)}")
+        self.num_ended = 0
+        """Calls of the system that have ended: it grows while the disk works."""
         self._lock = threading.Lock()  # for the counts
         self._used, self._written = 0, max_bytes  # bytes in the directory; bytes written since they were counted
         with suppress(OSError):
@@ -138,8 +98,8 @@ class DiskStore:
         images = np.flatnonzero(np.frombuffer(data, dtype="<i4") >= self._vocab_size)
         end = images[0] * TOKEN_BYTES if len(images) else len(data)
         digests = []
-        for start in range(0, end - self._page_bytes + 1, self._page_bytes):
-            parent = sha256(parent + data[start : start + self._page_bytes]).digest()
+        for start in range(0, end - self._page_key_bytes + 1, self._page_key_bytes):
+            parent = sha256(parent + data[start : start + self._page_key_bytes]).digest()
             digests.append(parent)
         return digests
 
@@ -151,15 +111,16 @@ class DiskStore:
             status = os.lstat(self._path_of(digest))
         except OSError:
             return False
+        finally:
+            self.num_ended += 1
         return stat.S_ISREG(status.st_mode) and status.st_size == self.file_bytes
 
     def read(self, digest: bytes, out: Sequence[Bytes]) -> DiskResult:
         """Fill the buffers of `out`, in the order of the layout, if it is a `hit`; else they stay as they are."""
-        assert [buffer.nbytes for buffer in out] == self._sizes, "buffers of another layout"
+        assert [buffer.nbytes for buffer in out] == self._file.sizes, "buffers of another layout"
         path = self._path_of(digest)
         try:
-            content = read_file(path, self.file_bytes + 1)
-            self._check(digest, content)
+            found = list(self._file.buffers(digest, read_file(path, self.file_bytes + 1)))
         except (FileNotFoundError, NotADirectoryError):
             return DiskResult("miss")
         except OSError as error:
@@ -168,27 +129,26 @@ class DiskStore:
             with suppress(OSError):
                 os.unlink(path)
             return DiskResult("damaged", str(damage))
-        start = self._data_start
-        for buffer in out:
-            buffer[...] = np.frombuffer(content, np.uint8, buffer.nbytes, start).reshape(buffer.shape)
-            start += buffer.nbytes
+        finally:
+            self.num_ended += 1
+        for buffer, content in zip(out, found, strict=True):
+            buffer[...] = content.reshape(buffer.shape)
         return DiskResult("hit")
 
     def write(self, digest: bytes, buffers: Sequence[Bytes]) -> DiskResult:
         """Write a page, in the order of the layout. Evicts the least recently used pages if the capacity needs it."""
-        assert [buffer.nbytes for buffer in buffers] == self._sizes, "buffers of another layout"
+        assert [buffer.nbytes for buffer in buffers] == self._file.sizes, "buffers of another layout"
         if self.contains(digest):
             return DiskResult("present")
-        checksum, contiguous = sha256(), [buffer.ravel() for buffer in buffers]
-        for buffer in contiguous:
-            checksum.update(buffer.data)
+        chunks = self._file.chunks(digest, buffers)
         try:
             if not self._make_room(self.file_bytes):
                 return DiskResult("failed", "the capacity is used by files that cannot be removed")
-            chunks = (self._header(digest, checksum.digest()), *contiguous)
             write_file(self.path, _name_of(digest), chunks)
         except OSError as error:
             return DiskResult("failed", reason_of(error))
+        finally:
+            self.num_ended += 1
         with self._lock:
             self._used += self.file_bytes
         return DiskResult("written")
@@ -206,9 +166,12 @@ class DiskStore:
             now -= TOUCH_STEP_NS
 
     def clear(self) -> None:
-        """Remove the pages of all models. Other files stay."""
-        with self._lock, suppress(OSError):
-            self._evict(self._count(), 0)
+        """Remove the pages of all models. Other files stay. Raises `OSError` if a page cannot be removed."""
+        error = None
+        with self._lock, suppress(FileNotFoundError, NotADirectoryError):  # there are none then
+            error = self._evict(self._count(), 0)
+        if error is not None:
+            raise error
 
     @property
     def used_bytes(self) -> int:
@@ -219,21 +182,6 @@ class DiskStore:
 
     def _path_of(self, digest: bytes) -> str:
         return os.path.join(self.path, _name_of(digest))
-
-    def _header(self, digest: bytes, checksum: bytes) -> bytes:
-        """Return the bytes of a file before its data; as many for every page."""
-        metadata = {"format": FORMAT, "page": digest.hex(), "sha256": checksum.hex()}
-        text = json.dumps({"__metadata__": metadata, **self._tensors}).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
-    def _check(self, digest: bytes, content: bytes) -> None:
-        """Raise `Damage` unless these are the bytes that were written for this page."""
-        if len(content) != self.file_bytes:
-            raise Damage(f"its length is not {self.file_bytes:,} bytes")
-        checksum = sha256(memoryview(content)[self._data_start :]).digest()
-        if not content.startswith(self._header(digest, checksum)):
-            raise Damage("its header does not match its name, its layout and its data")
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict pages if bytes that are to be written need it. Returns False if they do not fit."""
@@ -252,6 +200,7 @@ class DiskStore:
         pages = []
         with os.scandir(self.path) as entries:
             for entry in entries:
+                self.num_ended += 1
                 if PAGE_NAME.fullmatch(entry.name):
                     with suppress(OSError):  # removed by another process
                         status = entry.stat(follow_symlinks=False)
@@ -262,8 +211,9 @@ class DiskStore:
         self._used, self._written = sum(num_bytes for _, _, num_bytes in pages), 0
         return pages
 
-    def _evict(self, pages: list[tuple[int, str, int]], max_used: int) -> None:
-        """Remove the least recently used pages until at most `max_used` bytes are in use."""
+    def _evict(self, pages: list[tuple[int, str, int]], max_used: int) -> OSError | None:
+        """Remove the least recently used pages until at most `max_used` bytes are in use. Return the first error."""
+        failure: OSError | None = None
         for _, name, num_bytes in sorted(pages):
             if self._used <= max_used:
                 break
@@ -271,9 +221,13 @@ class DiskStore:
                 os.unlink(os.path.join(self.path, name))
             except FileNotFoundError:  # another process has evicted it
                 pass
-            except OSError:
+            except OSError as error:
+                failure = failure or error
                 continue
+            finally:
+                self.num_ended += 1
             self._used -= num_bytes
+        return failure
 
 
 def _name_of(digest: bytes) -> str:

@@ -1,4 +1,5 @@
-"""The disk tier at work: a thread that writes pages, and threads that read them before their request starts.
+"""The disk tier at work: a thread that writes pages, one that reads them before their request starts, and one that
+looks whether there are any.
 
 Pages are written from host memory when they have arrived there, and read to host memory, beside the steps. What is
 read or written is held there (`HostKVPool.hold`), whatever the tree does with it meanwhile. New in this milestone.
@@ -10,7 +11,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
+from typing import Any
 
 from m4_radix_cache.errors import DiskError
 from m4_radix_cache.mem_cache.allocator import Slots
@@ -21,6 +24,8 @@ from m4_radix_cache.mem_cache.radix_key import RadixKey
 
 HANG_S = 5.0
 """A disk that ends no read or write between two looks this far apart hangs: nobody waits for it any longer."""
+LOOK_S = 0.1
+"""Time that a request waits for the answer whether the disk has its first page."""
 BASE_S, S_PER_TOKEN = 1.0, 0.25 / 1024
 """Time that a request waits for its pages, with the policy `timeout`."""
 
@@ -47,10 +52,10 @@ class Prefetch:
         return time.monotonic() - self.began
 
     def is_over(self, page_size: int) -> bool:
-        """Return whether the request waits no longer for it."""
+        """Return whether nobody waits for it any longer; with `best_effort` nobody does, and it goes on."""
         limit_s = BASE_S + len(self.digests) * page_size * S_PER_TOKEN
         is_late = self.policy == "timeout" and self.seconds > limit_s
-        return self.has_ended.is_set() or self.policy == "best_effort" or is_late
+        return self.has_ended.is_set() or is_late
 
     def read(self, store: DiskStore, host: HostKVPool) -> None:
         """Read pages until one is missing; on a thread."""
@@ -71,8 +76,30 @@ class Prefetch:
             host.release(page)
 
 
-Writes = queue.SimpleQueue[tuple[Sequence[bytes], list[int], Sequence[bytes]] | threading.Event | None]
-Reads = queue.SimpleQueue[Prefetch | None]
+class DiskThread:
+    """A thread that makes calls of the disk, one after the other. One that hangs ends with the process."""
+
+    def __init__(self, name: str) -> None:
+        self.calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_make_all, args=(self.calls,), name=f"kv-disk-{name}", daemon=True)
+        self.thread.start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Queue a call; return its result to come."""
+        future: Future[Any] = Future()
+        self.calls.put((future, call))
+        return future
+
+
+def _make_all(calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
+    while (item := calls.get()) is not None:
+        future, call = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+        del item, future, call  # while the thread waits for the next
 
 
 class DiskTier:
@@ -81,33 +108,38 @@ class DiskTier:
     def __init__(self, store: DiskStore, host: HostKVPool) -> None:
         self.store, self.host = store, host
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._writes: Writes = queue.SimpleQueue()
-        self._reads: Reads = queue.SimpleQueue()
-        self._stop = weakref.finalize(self, _stop, self._writes, self._reads)
-        self._threads = [
-            threading.Thread(target=_write_all, args=(self._writes, store, host, self._failures), daemon=True),
-            threading.Thread(target=_read_all, args=(self._reads, store, host), daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._writer, self._reader, self._finder = threads = [DiskThread(name) for name in ("write", "read", "look")]
+        self._stop = weakref.finalize(self, _stop, [thread.calls for thread in threads])
+        self._looks: Future[bool] | None = None
 
     def write(self, digests: Sequence[bytes], pages: Slots, chain: Sequence[bytes]) -> None:
         """Begin to write pages of host memory. `chain`: the names of all pages down to the last of these."""
         self.host.hold(pages)
-        self._writes.put((digests, pages.tolist(), chain))
+        arguments = (self.store, self.host, self._failures, digests, pages.tolist(), chain)
+        self._writer.submit(partial(_write, *arguments))
+
+    def contains(self, digest: bytes) -> bool:
+        """Return whether the disk has a page. A disk that does not answer has none, until it does."""
+        if self._looks is not None and not self._looks.done():
+            return False
+        self._looks = self._finder.submit(partial(self.store.contains, digest))
+        return self._looks in wait([self._looks], LOOK_S).done and self._looks.result()
 
     def prefetch(self, prefetch: Prefetch) -> None:
         """Begin to read pages."""
         self.host.hold(prefetch.pages)
-        self._reads.put(prefetch)
+        self._reader.submit(partial(prefetch.read, self.store, self.host))
 
     def clear(self) -> None:
-        """Remove all pages, also those that are to be written. Raises `DiskError`, and removes none, if it hangs."""
-        written = threading.Event()
-        self._writes.put(written)
-        if not self._wait(written.wait):
-            raise DiskError(f"the disk with {self.store.path} hangs: it is not flushed")
-        self.store.clear()
+        """Remove all pages, also those that are to be written. Raises `DiskError` if some may be left."""
+        cleared = self._writer.submit(self.store.clear)
+        if not self._wait([cleared]):
+            done = "not flushed" if cleared.cancel() else "flushed in part"
+            raise DiskError(f"the disk with {self.store.path} hangs: it is {done}")
+        try:
+            cleared.result()
+        except OSError as error:
+            raise DiskError(f"pages in {self.store.path} cannot be removed: {reason_of(error)}") from error
 
     def failures(self) -> list[str]:
         """Return the reasons of writes that have failed since the last call."""
@@ -117,49 +149,47 @@ class DiskTier:
         return found
 
     def close(self) -> None:
-        """Write what is to be written, and end the threads; those of a disk that hangs end with the process."""
+        """Write what is to be written, and end the threads."""
+        threads = (self._writer, self._reader, self._finder)
+        last = [thread.submit(_nothing) for thread in threads]
         self._stop()
-        for thread in self._threads:
-            self._wait(partial(_ended, thread))
+        if self._wait(last):
+            for thread in threads:
+                thread.thread.join()
 
-    def _wait(self, wait: Callable[[float], bool]) -> bool:
-        """Wait for the threads, as long as they read or write pages; return whether `wait` has ended."""
+    def _wait(self, calls: Sequence[Future[Any]]) -> bool:
+        """Wait until calls have ended, as long as the disk works; return whether they have."""
         before = -1
-        while not wait(HANG_S):
-            if before == self.host.num_released:
+        while wait(calls, HANG_S).not_done:
+            if before == self.store.num_ended:
                 return False
-            before = self.host.num_released
+            before = self.store.num_ended
         return True
 
 
-def _ended(thread: threading.Thread, timeout: float) -> bool:
-    """Wait until a thread has ended; return whether it has."""
-    thread.join(timeout)
-    return not thread.is_alive()
+def _nothing() -> None:
+    """The last call of a thread."""
 
 
-def _stop(writes: Writes, reads: Reads) -> None:
-    writes.put(None)
-    reads.put(None)
+def _stop(all_calls: Sequence[Any]) -> None:
+    for calls in all_calls:
+        calls.put(None)
 
 
-def _write_all(writes: Writes, store: DiskStore, host: HostKVPool, failures: "queue.SimpleQueue[str]") -> None:
-    while (item := writes.get()) is not None:
-        if isinstance(item, threading.Event):
-            item.set()
-            continue
-        digests, pages, chain = item
-        for digest, page in zip(digests, pages, strict=True):
-            try:
-                result = store.write(digest, host.buffers(page))
-            except Exception as error:
-                result = DiskResult("failed", reason_of(error))
-            if result.status == "failed":
-                failures.put(result.reason)
-            host.release(page)
-        store.touch(chain)
-
-
-def _read_all(reads: Reads, store: DiskStore, host: HostKVPool) -> None:
-    while (prefetch := reads.get()) is not None:
-        prefetch.read(store, host)
+def _write(
+    store: DiskStore,
+    host: HostKVPool,
+    failures: "queue.SimpleQueue[str]",
+    digests: Sequence[bytes],
+    pages: list[int],
+    chain: Sequence[bytes],
+) -> None:
+    for digest, page in zip(digests, pages, strict=True):
+        try:
+            result = store.write(digest, host.buffers(page))
+        except Exception as error:
+            result = DiskResult("failed", reason_of(error))
+        if result.status == "failed":
+            failures.put(result.reason)
+        host.release(page)
+    store.touch(chain)

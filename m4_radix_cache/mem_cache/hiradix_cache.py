@@ -15,10 +15,12 @@ deletes what it evicts. SGLang: `mem_cache/hiradix_cache.py` of 0.5.7, which loc
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
 
+from m1_single_request.errors import EngineDeadError
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, MatchResult
 from m4_radix_cache.mem_cache.eviction import EvictionHeap
@@ -66,9 +68,14 @@ class HiRadixCache(RadixCache):
 
     def reset(self) -> None:
         """Discard what both tiers have."""
-        while self._jobs:
-            self._acknowledge()
+        self._end_copies()
         super().reset()
+
+    def _end_copies(self) -> None:
+        """Wait for all copies. KV that one has lost is used no more."""
+        while self._jobs:
+            with suppress(EngineDeadError):
+                self._acknowledge()
 
     def flush_tier(self, tier: str) -> None:
         if tier != "host":
@@ -93,7 +100,7 @@ class HiRadixCache(RadixCache):
     def match_prefix(self, key: RadixKey, max_len: int | None = None) -> MatchResult:
         """As in the base class. `host_hit_length` tokens more are only on the host, down to `last_host_node`."""
         num_tokens = len(key) if max_len is None else max(0, min(len(key), max_len))
-        last, values, found = self._walk(key, num_tokens // self.page_size * self.page_bytes, 0)
+        last, values, found = self._walk(key, num_tokens // self.page_size * self.page_key_bytes, 0)
         node = last
         while not len(node.value) and node is not self.root:
             node = node.parent
@@ -185,7 +192,7 @@ class HiRadixCache(RadixCache):
             upper.parent.num_on_device -= 1
             upper.num_on_device = 1
         if node.is_backed:
-            num_pages = num_bytes // self.page_bytes
+            num_pages = num_bytes // self.page_key_bytes
             upper.host_pages, node.host_pages = node.host_pages[:num_pages], node.host_pages[num_pages:]
         if node.job is not None:
             upper.job = node.job
@@ -195,14 +202,14 @@ class HiRadixCache(RadixCache):
     def insert_on_host(self, key: RadixKey, start: int, pages: Slots) -> Any:
         """Cache the tokens of `key` from `start` on, with KV in these host pages. Return the new node; None if there is
         none, because the tree has them meanwhile, or has not those before them any more. Unused pages are freed."""
-        end = start * TOKEN_BYTES + len(pages) * self.page_bytes
+        end = start * TOKEN_BYTES + len(pages) * self.page_key_bytes
         parent, _, offset = self._walk(key, end, 0)
         if offset == end or offset < start * TOKEN_BYTES:
             self.host.free(pages)
             return None
-        num_known = (offset - start * TOKEN_BYTES) // self.page_bytes
+        num_known = (offset - start * TOKEN_BYTES) // self.page_key_bytes
         self.host.free(pages[:num_known])
-        page = key.data[offset : offset + self.page_bytes]
+        page = key.data[offset : offset + self.page_key_bytes]
         edge: Edge = (key.extra_key, page) if parent is self.root else page
         node = self._new_node(parent, edge, key.data[offset:end], NO_SLOTS)
         node.host_pages = pages[num_known:]

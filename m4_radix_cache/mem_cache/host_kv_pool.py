@@ -27,9 +27,9 @@ from m3_paged_attention.kv_cache_spec import KVCacheSpec
 from m3_paged_attention.kv_dtype import LARGEST
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
 from m4_radix_cache.mem_cache.allocator import Slots
-from m4_radix_cache.mem_cache.disk_store import BufferSpec
 from m4_radix_cache.mem_cache.host_copies import CopyJob, StreamCopier, ThreadCopier, runs_of
 from m4_radix_cache.mem_cache.native_copies import NativeCopier
+from m4_radix_cache.mem_cache.page_file import BufferSpec
 
 MADV_POPULATE_WRITE = 23  # of Linux; Python's mmap has no name for it
 POPULATED_AT_ONCE = 2**26  # bytes, so that Ctrl-C is noticed in between
@@ -78,9 +78,7 @@ class HostKVPool:
         self._loads: list[CopyJob] = []
         self._changed = threading.Condition()
         self._held = Counter[int]()  # pages that the disk tier reads or writes
-        self._disk_hangs = False
-        self.num_released = 0
-        """Number of uses by the disk tier that have ended: it grows while the disk works."""
+        self._stuck = set[int]()  # those that an allocation has waited for in vain
         self.clear()
 
     def _allocate(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -108,7 +106,7 @@ class HostKVPool:
     def num_missing(self, num_pages: int) -> int:
         """Return how many pages must be freed before `num_pages` can be allocated; at most 0: none."""
         with self._changed:
-            return num_pages - (len(self._free) if self._disk_hangs else self.available())
+            return num_pages - (len(self._free) if self._stuck else self.available())
 
     def alloc(self, num_pages: int) -> Slots | None:
         """Allocate pages; None, and no change, if fewer are free. Waits for the disk tier, if it must, for a moment."""
@@ -116,7 +114,7 @@ class HostKVPool:
             if self.num_missing(num_pages) > 0:
                 return None
             if not self._changed.wait_for(lambda: len(self._free) >= num_pages, DISK_S):
-                self._disk_hangs = True
+                self._stuck = set(self._leaving)
                 return None
             taken = self._free[len(self._free) - num_pages :]
             del self._free[len(self._free) - num_pages :]
@@ -139,11 +137,11 @@ class HostKVPool:
     def release(self, page: int) -> None:
         """End one `hold` of a page; any thread may."""
         with self._changed:
-            self._disk_hangs = False
-            self.num_released += 1
             self._held[page] -= 1
             if not self._held[page]:
                 del self._held[page]
+                if page in self._stuck:
+                    self._stuck.clear()
                 if page in self._leaving:
                     self._leaving.remove(page)
                     self._free.append(page)

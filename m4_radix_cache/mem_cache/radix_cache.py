@@ -41,7 +41,7 @@ class RadixCache(BasePrefixCache):
 
     def match_prefix(self, key: RadixKey, max_len: int | None = None) -> MatchResult:
         num_tokens = len(key) if max_len is None else max(0, min(len(key), max_len))
-        node, values, _ = self._walk(key, num_tokens // self.page_size * self.page_bytes, 0)
+        node, values, _ = self._walk(key, num_tokens // self.page_size * self.page_key_bytes, 0)
         return MatchResult(np.concatenate(values) if values else NO_SLOTS, node)
 
     def _walk(self, key: RadixKey, end: int, priority: int) -> tuple[Any, list[Slots], int]:
@@ -53,7 +53,7 @@ class RadixCache(BasePrefixCache):
         offset, values = 0, list[Slots]()
         if not end:
             return node, values, offset
-        data, page_bytes = key.data, self.page_bytes
+        data, page_bytes = key.data, self.page_key_bytes
         self._time = now = self._time + 1
         edge: Edge = (key.extra_key, data[:page_bytes])
         while offset < end and (child := node.children.get(edge)) is not None:
@@ -82,7 +82,7 @@ class RadixCache(BasePrefixCache):
         differs = ours != theirs
         first = int(differs.argmax())
         num_tokens = first if differs[first] else count
-        return num_tokens // self.page_size * self.page_bytes
+        return num_tokens // self.page_size * self.page_key_bytes
 
     # --- insert and split ---------------------------------------------------------------------------------------------
 
@@ -92,11 +92,12 @@ class RadixCache(BasePrefixCache):
     def _insert(self, key: RadixKey, value: Slots, priority: int) -> tuple[int, Any]:
         """Return what `insert` returns, and the node at which the tokens end."""
         end = len(value) * TOKEN_BYTES
-        assert end % self.page_bytes == 0 and end <= len(key.data), f"{len(value)} slots for {key!r}: no whole pages"
+        is_whole = end % self.page_key_bytes == 0 and end <= len(key.data)
+        assert is_whole, f"{len(value)} slots for {key!r}: no whole pages"
         parent, _, offset = self._walk(key, end, priority)
         existing, leaf = self._attach(parent, value[: offset // TOKEN_BYTES], key.rid), parent
         if offset < end:
-            page = key.data[offset : offset + self.page_bytes]
+            page = key.data[offset : offset + self.page_key_bytes]
             edge: Edge = (key.extra_key, page) if parent is self.root else page
             # A copy: the slots of the tree do not change with the caller's array.
             leaf = self._new_node(parent, edge, key.data[offset:end], value[offset // TOKEN_BYTES :].copy())
@@ -127,7 +128,7 @@ class RadixCache(BasePrefixCache):
         upper = self._new_node(node.parent, node.edge, node.key[:num_bytes], node.value[:num_tokens].copy())
         upper.lock_ref, upper.priority, upper.hit_count = node.lock_ref, node.priority, node.hit_count
         node.key, node.value = node.key[num_bytes:], node.value[num_tokens:].copy()  # a view would keep both alive
-        node.parent, node.edge = upper, node.key[: self.page_bytes]
+        node.parent, node.edge = upper, node.key[: self.page_key_bytes]
         upper.children[node.edge] = node
         self._touched(node)
         self.tracer.emit(Split.of, upper, node, rid)
@@ -222,7 +223,7 @@ class RadixCache(BasePrefixCache):
         assert parent is not None and parent.children[node.edge] is node, f"{node!r} is not below its parent"
         assert isinstance(node.edge, tuple) == (parent is self.root), f"{node!r} has an edge of the wrong kind"
         first = node.edge[1] if isinstance(node.edge, tuple) else node.edge
-        assert node.key[: self.page_bytes] == first, f"{node!r} is found by tokens that it does not have"
+        assert node.key[: self.page_key_bytes] == first, f"{node!r} is found by tokens that it does not have"
         assert size and size % self.page_size == 0 and len(node.key) == size * TOKEN_BYTES, f"{node!r}: no whole pages"
         grid = node.value.reshape(-1, self.page_size)
         starts = grid[:, :1] // self.page_size * self.page_size

@@ -24,6 +24,8 @@ class TieredNode(TreeNode):
     """Uses that protect its host pages although it is a leaf."""
     digests: list[bytes] | None = None
     """Names of its pages on the disk, as far as they have one; None: not computed yet."""
+    is_on_disk: bool = False
+    """Whether its pages were given to the disk tier."""
     job: CopyJob | None = None
     """The copy that is not acknowledged."""
 

@@ -88,7 +88,7 @@ def share(directory: str, number: str, seed: str) -> dict[str, Any]:
 
 def large_layout() -> dict[str, Any]:
     """A page takes a while to write."""
-    from m4_radix_cache.mem_cache.disk_store import BufferSpec
+    from m4_radix_cache.mem_cache.page_file import BufferSpec
 
     return {"kv": BufferSpec("uint8", (2, 2**16)), "draft": BufferSpec("bfloat16", (999,))}
 

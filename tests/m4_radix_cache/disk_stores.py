@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from m4_radix_cache.mem_cache.disk_files import is_temporary
-from m4_radix_cache.mem_cache.disk_store import BufferSpec, Bytes, DiskResult, DiskStore
+from m4_radix_cache.mem_cache.disk_store import DiskResult, DiskStore
+from m4_radix_cache.mem_cache.page_file import BufferSpec, Bytes
 
 LAYOUT = {
     "k": BufferSpec("bfloat16", (2, 3, 4)),

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import m4_radix_cache
-from m4_radix_cache import DiskError, LLMEngine, ModelConfig
+from m4_radix_cache import ConfigError, DiskError, LLMEngine, ModelConfig, ModelLoadError
 from m4_radix_cache.mem_cache import disk_store, disk_tier
 from m4_radix_cache.mem_cache.disk_files import is_temporary
 from m4_radix_cache.mem_cache.disk_radix_cache import DiskRadixCache
@@ -187,6 +187,66 @@ def test_other_weights_are_no_hits(
     file.write_bytes(content)
     assert num_hits() == 0
     assert num_hits() == 40
+
+
+@pytest.mark.parametrize("how", ["replaced", "written over", "config.json"])
+def test_a_model_that_changes_while_it_is_loaded_is_refused(tiny_directory: Path, tmp_path: Path, how: str) -> None:
+    """Its KV would get the name of the weights that lie there afterwards, and be wrong for everybody who has them."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_directory, model)
+    changed = model / "config.json" if how == "config.json" else next(model.glob("*.safetensors"))
+
+    def load(*arguments: Any, **more: Any) -> Any:
+        loaded = m4_radix_cache.PARTS["model_loader"](*arguments, **more)
+        content = bytearray(changed.read_bytes())
+        content[-2] ^= 1 if how != "config.json" else 0
+        target = model / "new" if how == "replaced" else changed
+        target.write_bytes(content)
+        target.rename(changed)
+        return loaded
+
+    config = ModelConfig(model=model, device="cpu", dtype="float32")
+    with pytest.raises(ModelLoadError, match="was changed while the model was loaded: start again"):
+        LLMEngine(model_config=config, parts={**PARTS, "model_loader": load}, **over(tmp_path / "kv"))
+    assert not pages(tmp_path / "kv")
+    with LLMEngine(model_config=config, parts={"model_loader": load}, **setting(host_memory_bytes=2**20)):
+        pass  # without a disk nothing outlives the engine
+
+
+def test_the_directory_may_be_that_of_the_model(tiny_directory: Path, tmp_path: Path) -> None:
+    """Its pages are no weights."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_directory, model)
+    model.chmod(0o755)
+    config = ModelConfig(model=model, device="cpu", dtype="float32")
+    for wanted in (0, 40):
+        with LLMEngine(model_config=config, parts=PARTS, **over(model)) as engine:
+            engine.generate(PROMPT, PARAMS)
+            assert engine.stats().num_disk_hit_tokens == wanted
+            assert wanted == 0 or engine.flush_cache("disk")
+    with LLMEngine(model_config=config, **setting()) as engine:
+        engine.generate(PROMPT, PARAMS)
+
+
+def test_a_capacity_below_a_page_is_refused_before_anything_is_created(make_engine: MakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="disk_bytes=10 is less than one page"):
+        make_engine(**over(tmp_path / "kv", disk_bytes=10))
+    assert not (tmp_path / "kv").exists()
+
+
+def test_a_flush_of_the_disk_is_not_for_ever(make_engine: MakeEngine, m1: Remembered, directory: Path) -> None:
+    """What is in host memory is written again as soon as something below it is: without it, that is not found."""
+    with make_engine(PARTS, **over(directory)) as engine:
+        ask(engine, m1)
+        assert engine.flush_cache("disk") and not pages(directory)
+        until_written(engine)
+        assert not pages(directory)
+        longer = PROMPT + ids(12, 90)
+        assert engine.generate(longer, PARAMS).token_ids == m1.generate(longer, PARAMS).token_ids
+        assert engine.stats().num_disk_hit_tokens == 40, "the flush has not taken it from the device"
+    with make_engine(PARTS, **over(directory)) as engine:
+        assert engine.generate(longer, PARAMS).token_ids == m1.generate(longer, PARAMS).token_ids
+        assert engine.stats().num_disk_hit_tokens == 52
 
 
 def test_prompt_log_probabilities_take_nothing_from_the_disk(make_engine: MakeEngine, directory: Path) -> None:
@@ -380,6 +440,7 @@ def test_a_request_waits_no_longer_than_its_timeout(
     """1 s, and 0.25 s more per 1,024 tokens."""
     with make_engine(PARTS, **over(directory, prefetch_policy="timeout")) as engine:
         engine.add_request(PROMPT, PARAMS, request_id="r")
+        assert engine.step() == {}
         gate.now = 1 + 40 * 0.25 / 1024
         for _ in range(3):
             assert engine.step() == {}, "it has not waited longer than it may"
@@ -410,6 +471,27 @@ def test_best_effort_does_not_wait(make_engine: MakeEngine, m1: Remembered, dire
         gate.is_open.set()
         assert engine_output(engine).token_ids == m1.generate(PROMPT, PARAMS).token_ids
         check_host_is_free(engine)
+
+
+def test_best_effort_takes_what_has_come_while_the_request_waited_for_a_place(
+    make_engine: MakeEngine, m1: Remembered, directory: Path, gate: Gate
+) -> None:
+    gate.is_open.set()
+    with make_engine(PARTS, **over(directory, prefetch_policy="best_effort", max_num_seqs=1)) as engine:
+        engine.add_request([7, 8, 9], greedy(8), request_id="other")
+        engine.step()
+        engine.add_request(PROMPT, PARAMS, request_id="r")
+        for _ in range(3):
+            engine.step()
+        until_read(engine)
+        assert finished(engine)["r"].token_ids == m1.generate(PROMPT, PARAMS).token_ids
+        assert engine.stats().num_disk_hit_tokens == 40
+
+
+def until_read(engine: LLMEngine) -> None:
+    cache: Any = cache_of(engine)
+    for prefetch in cache._prefetches.values():
+        assert prefetch.has_ended.wait(10)
 
 
 def test_wait_complete_waits_for_all(make_engine: MakeEngine, m1: Remembered, directory: Path, gate: Gate) -> None:
@@ -529,6 +611,57 @@ def test_nobody_waits_long_for_a_disk_that_hangs(
         thread.join(5)
 
 
+def test_nothing_waits_long_for_a_directory_that_hangs(
+    make_engine: MakeEngine, m1: Remembered, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the look whether there are pages, which is given up once, nor a flush, nor `close` with all threads in
+    calls that do not end."""
+    goes_on, calls = threading.Event(), list[str]()
+
+    def hanging(name: str) -> Callable[..., Any]:
+        real = getattr(DiskStore, name)
+
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            goes_on.wait(10)
+            return real(*arguments)
+
+        return call
+
+    for name in ("contains", "clear", "write"):
+        monkeypatch.setattr(DiskStore, name, hanging(name))
+    monkeypatch.setattr(disk_tier, "HANG_S", 0.05)
+    monkeypatch.setattr(disk_tier, "LOOK_S", 0.05)
+    before = set(threading.enumerate())
+    began = time.perf_counter()
+    with make_engine(PARTS, **over(directory)) as engine:
+        with pytest.raises(DiskError, match="hangs: it is flushed in part"):
+            engine.flush_cache("disk")
+        for first in (5, 60):  # PROMPT, and another one
+            prompt = ids(42, first)
+            assert engine.generate(prompt, PARAMS).token_ids == m1.generate(prompt, PARAMS).token_ids
+        assert calls == ["clear", "contains"]
+    assert time.perf_counter() - began < 5
+    goes_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+
+
+def test_a_flush_that_leaves_pages_is_an_error(
+    make_engine: MakeEngine, m1: Remembered, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with make_engine(PARTS, **over(directory)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", read_only)
+            with pytest.raises(DiskError, match="cannot be removed: Read-only file system"):
+                engine.flush_cache("disk")
+        assert ask(engine, m1)[0] == 40
+        assert engine.flush_cache("disk") and not pages(directory)
+
+
 def test_a_slow_disk_is_waited_for(
     make_engine: MakeEngine, m1: Remembered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -568,6 +701,36 @@ def test_a_disk_that_hangs_stops_the_engine_once(
         check_host_is_free(engine)
 
 
+def test_reads_that_work_do_not_hide_that_writes_hang(
+    make_engine: MakeEngine, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    write = DiskStore.write
+    with make_engine(PARTS, **over(directory)) as engine:
+        for number in range(6):
+            engine.generate(ids(20, 60 + 10 * number), PARAMS)
+    monkeypatch.setattr(DiskStore, "write", lambda *arguments: goes_on.wait(10) and write(*arguments))
+    monkeypatch.setattr("m4_radix_cache.mem_cache.host_kv_pool.DISK_S", 0.02)
+    with make_engine(PARTS, **over(directory, host_memory_bytes=30 * page_bytes(make_engine))) as engine:
+        cache: Any = cache_of(engine)
+        alloc, slow = cache.host.alloc, []
+
+        def timed(num_pages: int) -> Any:
+            began = time.perf_counter()
+            try:
+                return alloc(num_pages)
+            finally:
+                slow.append(time.perf_counter() - began > 0.015)
+
+        cache.host.alloc = timed
+        for number in range(6):
+            engine.generate(ids(20, 200 + 10 * number), PARAMS)
+            engine.generate(ids(20, 60 + 10 * number), PARAMS)
+        assert sum(slow) == 1 and engine.stats().num_disk_hit_tokens
+        goes_on.set()
+        check_host_is_free(engine)
+
+
 def page_bytes(make_engine: MakeEngine) -> int:
     with make_engine(**setting(host_memory_bytes=2**20)) as engine:
         cache: Any = cache_of(engine)
@@ -598,7 +761,7 @@ def test_threads_end_with_the_engine(loaded: Any, directory: Path) -> None:
     engine = EngineMaker(m4_radix_cache, loaded)(PARTS, **over(directory))
     engine.generate(PROMPT, PARAMS)
     own = set(threading.enumerate()) - before
-    assert len(own) + len(open_threads()) == 4
+    assert len(own) + len(open_threads()) == 5
     engine.close()
     engine.close()
     assert not own & set(threading.enumerate()) and not open_threads()

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cache as memoized
 from hashlib import sha256
 from random import Random
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -333,8 +332,9 @@ class Tiered:
         device, host = self.where()
         self.cache.cancel_prefetch(rid)
         self.cache.prefetch(FakeReq(rid, RadixKey(path[1], path[0]), len(path[1])))
+        self.cache.begin_step()
         now_device, now_host = self.where()
-        assert now_device == device and now_host <= host and host - now_host <= host - device
+        assert now_device == device and host - now_host <= host - device
         assert not self.cache.is_waiting(FakeReq(rid)) or any(page not in device | host for page in self.pages(path))
 
     def wait_for_disk(self) -> None:
@@ -343,9 +343,7 @@ class Tiered:
             self.cache._acknowledge()
         while self.cache.wait_for_disk():
             self.begin_step()
-        written = Event()
-        self.cache.disk._writes.put(written)
-        written.wait()
+        self.cache.disk._writer.submit(lambda: None).result()
 
     def reset(self) -> None:
         self.cache.reset()

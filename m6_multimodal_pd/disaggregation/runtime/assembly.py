@@ -15,6 +15,7 @@ from typing import Any
 from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
+from m4_radix_cache.tiers import WatchedLoader
 from m5_chunked_prefill_spec.wiring import build_input_processor
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, on_own_device
 from m6_multimodal_pd.disaggregation.engine import Engine
@@ -98,7 +99,8 @@ def links_of(config: Any, parts: Mapping[str, Any], prepare: Callable[..., Any])
         return SocketLinks(group.address, read_keys(group.key_file).router, group)
     if group.transport != "in_process":
         return ProcessLinks(config, is_traced=is_traced)
-    prepare = partial(prepare, load=cache(parts["model_loader"]))  # one model for all
+    load = WatchedLoader(cache(parts["model_loader"]), config.cache)  # one model for all
+    prepare = partial(prepare, load=load)
     make = partial(Engine, parts=parts, prepare=prepare, segments=InProcessSegments(), is_traced=is_traced)
     return LocalLinks(lambda name, role, send: make(role=role, config=on_own_device(config, name), send=send))
 

@@ -114,6 +114,7 @@ class Process:
 
     def _build(self) -> Engine | None:
         """Return an engine that is ready. None if it cannot be built (the router receives the error), or has to end."""
+        from m4_radix_cache.tiers import WatchedLoader
         from m6_multimodal_pd.wiring import PARTS, PreparedEngine
 
         torch.set_num_threads(self.order.num_threads)
@@ -122,7 +123,7 @@ class Process:
                 role=self.order.role,
                 config=self.config,
                 parts=PARTS,
-                prepare=partial(PreparedEngine, load=PARTS["model_loader"]),
+                prepare=partial(PreparedEngine, load=WatchedLoader(PARTS["model_loader"], self.config.cache)),
                 segments=SharedMemorySegments(self.order.owner),
                 send=self.socket.send,
                 is_traced=self.order.is_traced,
