@@ -80,19 +80,19 @@ class EngineCore(RadixEngineCore):
         check_loader(self._parts)
         checkpoint = self.weight_loader.check(model)
         with self.changing():
-            self._forget_all(FinishAbort())
             try:
-                self.weight_loader.load(checkpoint, self._open_disk)
+                self.weight_loader.load(checkpoint, self._forget_kv)
             except EngineDeadError as error:
                 self.dead = error
                 raise
 
-    def _open_disk(self, model: str) -> None:
-        """Before weights are written, open the disk tier for them: its pages are those of other weights. An error of
-        the directory comes while nothing has changed."""
+    def _forget_kv(self, model: str) -> None:
+        """Forget the KV of the weights of before; the pages on a disk are those of `model` from now on. An error of the
+        directory comes while nothing has changed."""
         cache = self.scheduler.tree_cache
-        if isinstance(cache, DiskRadixCache):
-            disk = cache.open_disk(model)
+        disk = cache.open_disk(model) if isinstance(cache, DiskRadixCache) else None
+        self._forget_all(FinishAbort())
+        if isinstance(cache, DiskRadixCache) and disk is not None:
             cache.disk.close()
             cache.disk = disk
 

@@ -27,6 +27,7 @@ from m1_single_request.errors import (
     ModelLoadError,
     PromptTooLongError,
 )
+from m4_radix_cache.errors import DiskError
 from m6_multimodal_pd.errors import EngineLostError, PeerLostError, TransferError
 from m7_serving.errors import EngineUnavailableError, ServerBusyError
 from m7_serving.openai.fields import InvalidFieldError
@@ -81,6 +82,8 @@ def failure_of(error: Exception) -> Failure:
             return failure(503, str(error), RETRY_AFTER, code="server_overloaded")
         case EngineUnavailableError():
             return failure(503, str(error), RETRY_AFTER, code="engine_unavailable")
+        case DiskError():  # an operator's
+            return failure(503, str(error), RETRY_AFTER, code="disk_unavailable")
         case TimeoutError():
             return failure(503, "the request took longer than the server allows", code="request_timeout")
     is_engines = isinstance(error, ENGINE_ERRORS)

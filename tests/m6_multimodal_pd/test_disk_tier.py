@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 import m6_multimodal_pd
-from m1_single_request.errors import EngineError
+from m1_single_request.errors import EngineDeadError, EngineError, ModelLoadError
 from m6_multimodal_pd import LLMEngine, ModelConfig
 from tests.m4_radix_cache.test_disk_engines import PARTS, check_host_is_free, open_threads, until_written
 from tests.m6_multimodal_pd.engines import MakeEngine, greedy, setting
 from tests.m6_multimodal_pd.seeing import Theirs, asking, messages
+from tests.m6_multimodal_pd.test_weight_loader import cut_now, failing
+from tests.support.checkpoints import edit_weights
 from tests.support.engines import EngineMaker
 
 
@@ -82,6 +84,49 @@ def test_weights_are_exchanged_although_the_directory_is_gone(
     with LLMEngine(model_config=config, parts=PARTS, **over(directory)) as engine:
         engine.generate(prompt, greedy(4))
         assert engine.stats().num_disk_hit_tokens
+
+
+def test_weights_of_before_that_were_changed_have_another_name(
+    seeing_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exchange that fails reads them again, as they are on the disk now."""
+    first, second = (Path(shutil.copytree(seeing_directory, tmp_path / name)) for name in ("first", "second"))
+    config = ModelConfig(model=first, device="cpu", dtype="float32")
+    settings = over(tmp_path / "kv")
+    with LLMEngine(model_config=config, parts=PARTS, **settings) as engine:
+        prompt = engine.chat_prompt(asking(1, 2, 3))
+        old = engine.generate(prompt, greedy(8)).token_ids
+        until_written(engine)
+        edit_weights(first, louder)
+        failing(monkeypatch, cut_now)
+        with pytest.raises(ModelLoadError, match="was loaded again"):
+            engine.update_weights(str(second))
+        monkeypatch.undo()
+        new = engine.generate(prompt, greedy(8)).token_ids
+        assert new != old and not engine.stats().num_disk_hit_tokens
+    with LLMEngine(model_config=config, parts=PARTS, **settings) as engine:
+        assert engine.generate(prompt, greedy(8)).token_ids == new and engine.stats().num_disk_hit_tokens
+
+
+def louder(tensors: dict[str, Any]) -> None:
+    for tensor in tensors.values():
+        tensor.mul_(1.5)
+
+
+def test_a_dead_engine_keeps_no_thread(seeing_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Path(shutil.copytree(seeing_directory, tmp_path / "model"))
+
+    def fail(files: Any) -> None:
+        shutil.rmtree(model)
+        raise OSError("it is gone")
+
+    before = set(threading.enumerate())
+    config = ModelConfig(model=model, device="cpu", dtype="float32")
+    with LLMEngine(model_config=config, parts=PARTS, **over(tmp_path / "kv")) as engine:
+        failing(monkeypatch, fail)
+        with pytest.raises(EngineDeadError):
+            engine.update_weights(str(seeing_directory))
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])

@@ -110,10 +110,10 @@ def break_decode(engine: LLMEngine, phase: str, model: Path) -> Any:
     loader = router.links.engines["decode-0"].core.weight_loader
     usual = getattr(loader, phase)
 
-    def broken(model_or_checkpoint: Any) -> Any:
+    def broken(model_or_checkpoint: Any, *more: Any) -> Any:
         if str(model) in str(model_or_checkpoint):
             raise ModelLoadError("the disk is full")
-        return usual(model_or_checkpoint)
+        return usual(model_or_checkpoint, *more)
 
     setattr(loader, phase, broken)
     return router

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from m4_radix_cache import DiskError
 from m6_multimodal_pd.config import DEFAULT_MODEL
 from m7_serving import AsyncLLM, ConfigError, EngineClosedError, SamplingParams
 from m7_serving.config import ServerConfig
@@ -64,6 +65,22 @@ def test_a_pause_lets_running_requests_end_and_new_ones_wait(runner: asyncio.Run
             assert (await llm.stats()).evictable_size == 0
             assert (await client.post("/continue")).status_code == 200
             assert await waiting == await text_of(llm)
+
+    runner.run(act())
+
+
+def test_a_disk_that_is_not_flushed_is_named(
+    runner: asyncio.Runner, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hangs(_: Any) -> None:
+        raise DiskError("the disk with /kv hangs: it is not flushed")
+
+    async def act() -> None:
+        async with operator(llm) as client:
+            monkeypatch.setattr(llm, "call", hangs)
+            answer = await client.post("/flush_cache?tier=disk")
+            error = check_error(answer.status_code, answer.json(), 503)
+            assert error["code"] == "disk_unavailable" and "/kv hangs" in error["message"]
 
     runner.run(act())
 
