@@ -61,8 +61,10 @@ READING = {
         ("mem_cache/tiered_node.py", "a node that may be on the device, on the host, or on both"),
         ("mem_cache/hiradix_cache.py", "the tree over both memories; lay `radix_cache.py` beside it"),
         ("mem_cache/host_kv_pool.py", "pages in host memory, and forwards that wait for them"),
-        ("mem_cache/host_copies.py", "copies layer by layer: on a stream, or by a thread"),
-        ("mem_cache/native_copies.py", "the same by a thread of C++"),
+        (
+            "mem_cache/host_copies.py",
+            "copies layer by layer: on a stream, or by a thread (`native_copies.py`: one of C++)",
+        ),
         ("mem_cache/disk_radix_cache.py", "the third tier: what is written, what is prefetched"),
         ("mem_cache/disk_tier.py", "the threads that read, write and look, and what happens if one hangs"),
         ("mem_cache/disk_store.py", "names of the files, and the capacity of the directory"),

@@ -60,9 +60,10 @@ def tiers_of(
 
 
 def open_disk(
-    config: EngineConfig, host: HostKVPool, loader: WatchedLoader, loaded: Sequence[Any], other: str | None = None
+    config: EngineConfig, host: HostKVPool, loader: WatchedLoader, loaded: Sequence[Any], other: str | None
 ) -> DiskTier:
-    """Open the directory. `other`: the name of other weights for the target; the caller watches their files."""
+    """Open the directory for the target's own weights (None), or for those of another model, whose files the caller
+    watches."""
     cache, capacity, target = config.cache, config.cache.disk_bytes or DISK_BYTES, loaded[-1]
     assert cache.disk_path is not None
     PageFile(host.layout).check_capacity(capacity)  # before the directory is created

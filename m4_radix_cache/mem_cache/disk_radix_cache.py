@@ -9,11 +9,14 @@ step in which it starts may. SGLang: `prefetch_from_storage` and `check_prefetch
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from m4_radix_cache.mem_cache.allocator import Slots
+from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS
 from m4_radix_cache.mem_cache.disk_events import DiskFailed, DiskWriteStarted, Prefetched, PrefetchStarted
 from m4_radix_cache.mem_cache.disk_tier import DiskTier, Prefetch
 from m4_radix_cache.mem_cache.hiradix_cache import HiRadixCache
 from m4_radix_cache.mem_cache.host_copies import CopyJob
-from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES
+from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
+from m4_radix_cache.mem_cache.tree_node import Edge
 from m4_radix_cache.request import Req
 
 HOST_SHARE = 2
@@ -28,11 +31,11 @@ class DiskRadixCache(HiRadixCache):
     least_prefetched: ClassVar[int] = 256
     """Fewer tokens are computed, which is as fast as to wait for the disk."""
 
-    def __init__(self, *, open_disk: Callable[..., DiskTier], prefetch_policy: str, **parts: Any) -> None:
-        """`open_disk`: returns the disk tier for the model that is loaded; m6 also opens it for other weights.
+    def __init__(self, *, open_disk: Callable[[str | None], DiskTier], prefetch_policy: str, **parts: Any) -> None:
+        """`open_disk`: returns the disk tier for the weights of a model, None for those that are loaded.
         `prefetch_policy`: as in `CacheConfig`. `parts`: as of the tree with two tiers."""
         self.open_disk, self.prefetch_policy = open_disk, prefetch_policy
-        self.disk = self.open_disk()
+        self.disk = self.open_disk(None)
         self._last_failure: str | None = None  # a full disk is reported once
         super().__init__(**parts)
 
@@ -195,9 +198,28 @@ class DiskRadixCache(HiRadixCache):
         self.host.free(prefetch.pages[num_pages:])
         found, asked = num_pages * self.page_size, len(prefetch.pages) * self.page_size
         self.num_disk_hit_tokens += found
-        node = self.insert_on_host(prefetch.key, prefetch.start, prefetch.pages[:num_pages]) if found else None
+        node = self._insert_on_host(prefetch.key, prefetch.start, prefetch.pages[:num_pages]) if found else None
         if node is not None:
             node.is_on_disk = True
         for rid in rids:
             self.tracer.emit(Prefetched.of, rid, prefetch, node, asked, found, seconds)
             node = None  # the others find it there
+
+    def _insert_on_host(self, key: RadixKey, start: int, pages: Slots) -> Any:
+        """Cache the tokens of `key` from `start` on, with KV in these host pages. Return the new node; None if there is
+        none, because the tree has them meanwhile, or has not those before them any more. Unused pages are freed."""
+        end = start * TOKEN_BYTES + len(pages) * self.page_key_bytes
+        parent, _, offset = self._walk(key, end, 0)
+        if offset == end or offset < start * TOKEN_BYTES:
+            self.host.free(pages)
+            return None
+        num_known = (offset - start * TOKEN_BYTES) // self.page_key_bytes
+        self.host.free(pages[:num_known])
+        page = key.data[offset : offset + self.page_key_bytes]
+        edge: Edge = (key.extra_key, page) if parent is self.root else page
+        node = self._new_node(parent, edge, key.data[offset:end], NO_SLOTS)
+        node.host_pages = pages[num_known:]
+        if parent.entry is not None and not len(parent.value):
+            self._host_candidates.discard(parent)
+        self._push_host(node)
+        return node

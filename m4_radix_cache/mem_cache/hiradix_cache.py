@@ -199,25 +199,6 @@ class HiRadixCache(RadixCache):
             node.job.nodes.append(upper)
         return upper
 
-    def insert_on_host(self, key: RadixKey, start: int, pages: Slots) -> Any:
-        """Cache the tokens of `key` from `start` on, with KV in these host pages. Return the new node; None if there is
-        none, because the tree has them meanwhile, or has not those before them any more. Unused pages are freed."""
-        end = start * TOKEN_BYTES + len(pages) * self.page_key_bytes
-        parent, _, offset = self._walk(key, end, 0)
-        if offset == end or offset < start * TOKEN_BYTES:
-            self.host.free(pages)
-            return None
-        num_known = (offset - start * TOKEN_BYTES) // self.page_key_bytes
-        self.host.free(pages[:num_known])
-        page = key.data[offset : offset + self.page_key_bytes]
-        edge: Edge = (key.extra_key, page) if parent is self.root else page
-        node = self._new_node(parent, edge, key.data[offset:end], NO_SLOTS)
-        node.host_pages = pages[num_known:]
-        if parent.entry is not None and not len(parent.value):
-            self._host_candidates.discard(parent)
-        self._push_host(node)
-        return node
-
     def record_hit(self, node: Any, rid: str | None = None) -> None:
         """As in the base class; `write_through_selective` writes nodes from which a request starts."""
         super().record_hit(node, rid)

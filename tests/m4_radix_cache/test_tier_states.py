@@ -115,9 +115,9 @@ def machine(page_size: int, write_policy: str, **parts: Any) -> type[RuleBasedSt
         def evict_host(self, num_pages: int) -> None:
             self.tiered.evict_host(num_pages)
 
+        @precondition(lambda self: self.tiered.disk_path)
         @rule(path=sequences, start=st.integers(0, 3))
         def arrive(self, path: Path, start: int) -> None:
-            self.tiered.has_arrived = True
             self.tiered.arrive(path, start)
 
         @precondition(lambda self: self.tiered.disk_path)

@@ -312,7 +312,7 @@ class Tiered:
                     planes[kind, number] = contents(page, layer, kind, planes.shape[-1])
         device, host = self.where()
         first = self.pages(path)[:start]
-        node = self.cache.insert_on_host(RadixKey(path[1], path[0]), start * self.page_size, own)
+        node = self.cache._insert_on_host(RadixKey(path[1], path[0]), start * self.page_size, own)
         now_device, now_host = self.where()
         assert now_device == device
         known = all(page in device | host for page in first)
@@ -361,7 +361,7 @@ class Tiered:
         assert self.cache.host_size() == (len(host) + self.cache._num_arriving()) * self.page_size
         assert self.locked() <= device
         if self.sizes.write_policy == "write_back" and not self.has_evicted:
-            assert not host or self.has_arrived or self.disk_path, "written before the first eviction"
+            assert not host or self.disk_path, "written before the first eviction"
         for node, path, start in self.nodes():
             assert node.host_ref == 0
             pages = self.pages(path, start)
@@ -372,8 +372,6 @@ class Tiered:
                     self.check_bytes(pages, self.cache._pages(node.value), layer, device_planes)
                 if node.is_backed and (node.job is None or node.job.kind == "load"):
                     self.check_bytes(pages, node.host_pages, layer, host_planes)
-
-    has_arrived = False
 
     def end(self) -> None:
         """Without locks everything can go."""
