@@ -8,7 +8,7 @@ and `process_batch_result`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -47,8 +47,6 @@ class Scheduler:
     batch_class: type[ScheduleBatch] = ScheduleBatch
     batch_event: type[Any] = Batch
     stats_class: type[EngineStats] = EngineStats
-    prefetches: ClassVar[bool] = True
-    """Whether KV of a request that arrives is read from the disk tier."""
     nothing_runs = "the parts 'schedule_policy' and 'prefill_adder' admit no request, and none runs"
     """The error of a step that is empty, although no request ends."""
 
@@ -216,8 +214,7 @@ class Scheduler:
         request.number = self._num_arrivals
         self.requests[request.request_id] = request
         self.waiting_queue.append(request)
-        if self.prefetches:
-            self.tree_cache.prefetch(request)
+        self.tree_cache.prefetch(request)
 
     @property
     def waiting(self) -> list[Req]:

@@ -39,7 +39,6 @@ class DecodeScheduler(Scheduler):
     """
 
     batch_event = Batch
-    prefetches = False  # KV comes from a prefill engine, and waiting for a disk would delay it
 
     def __init__(self, **settings: Any) -> None:
         """`settings`: as m5's. A `policy` orders the waiting queue; the preallocation queue has an order of its own."""
@@ -65,6 +64,7 @@ class DecodeScheduler(Scheduler):
         """Queue a request until there is room for its prompt."""
         super().add_request(request)  # appends it to the waiting queue
         self.prealloc_queue[request.rid] = self.waiting_queue.pop()
+        self.tree_cache.cancel_prefetch(request.rid)  # its KV comes from a prefill engine; a disk would delay it
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         """Return the requests whose KV has arrived, as a prebuilt batch; if there are none, m5's batch."""
