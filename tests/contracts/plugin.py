@@ -1,0 +1,107 @@
+"""`pytest --part NAME=FILE.py:CLASS`: grade a learner's own part, and run an engine with it.
+
+    pytest --part prefix_cache=my_radix.py:MyRadixCache
+    pytest --part m4_radix_cache.mem_cache.eviction:EvictionHeap=mine.py:MyHeap
+
+It runs the contract of this part and nothing else, and then asks an engine that has it the prompts of the equivalence
+suite. A part without a role is put in its place before any test is found.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.contracts.part import (
+    CONTRACTS,
+    LIMIT_S,
+    Part,
+    all_parts,
+    explained,
+    found,
+    loaded,
+    substitute,
+    time_limit,
+)
+
+ENGINE_LIMIT_S = 60.0
+CHOSEN = pytest.StashKey[tuple[Part, Any]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="NAME=FILE.py:CLASS", help="grade your own part; its names: `--part help`")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """One process is enough for one part."""
+    if config.getoption("--part"):
+        config.option.numprocesses, config.option.dist, config.option.tx = 0, "no", []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the solution, put it in its place, and choose its contract."""
+    if not (named := config.getoption("--part")):
+        return
+    parts = all_parts()
+    name, _, where = named.partition("=")
+    try:
+        part = parts.get(name) or next((each for each in parts.values() if each.target == name), None)
+        if part is None and ":" in name:
+            found(name)
+            part = Part(name, target=name, lesson="", starter="", variant="m6_multimodal_pd-pieces-64")
+        if part is None:
+            raise LookupError(f"there is no part {name!r}; there are {', '.join(parts)}")
+        solution = loaded(where)
+    except LookupError as error:
+        raise pytest.UsageError(str(error).strip('"')) from error
+    if not part.role:
+        substitute(part.target, solution)
+    config.stash[CHOSEN] = part, solution
+    config.option.reportchars, config.option.verbose = "", -1
+    files = [CONTRACTS / f"{part.name}.py", CONTRACTS / "in_engine.py"]
+    config.args = [str(file) for file in files if file.is_file()]
+
+
+@pytest.fixture(scope="session")
+def chosen(pytestconfig: pytest.Config) -> tuple[Part, Any]:
+    """The part, and the solution that is graded."""
+    return pytestconfig.stash[CHOSEN]
+
+
+@pytest.fixture
+def part(chosen: tuple[Part, Any]) -> Any:
+    """The solution that is graded."""
+    return chosen[1]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Stop what does not end. The engine runs a part only if its contract is kept."""
+    if CHOSEN not in item.config.stash:
+        return (yield)
+    is_engine = item.path.stem == "in_engine"
+    if is_engine and item.session.testsfailed:
+        pytest.skip("first the contract")
+    with time_limit(ENGINE_LIMIT_S if is_engine else LIMIT_S):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    """Of a behaviour that is missing say what is missing, not where the contract noticed it."""
+    report = yield
+    if call.excinfo is not None and CHOSEN in item.config.stash and report.failed:
+        part, solution = item.config.stash[CHOSEN]
+        report.longrepr = explained(part, item.function, solution, call.excinfo.value)  # type: ignore[attr-defined]
+        report.sections = []
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Count the behaviours."""
+    if CHOSEN in config.stash:
+        part, _ = config.stash[CHOSEN]
+        passed, failed = (len(terminalreporter.stats.get(outcome, [])) for outcome in ("passed", "failed"))
+        verdict = "and an engine runs with it" if not failed else "read the first failure first"
+        terminalreporter.write_line(f"{part.name}: {passed} of {passed + failed} behaviours; {verdict}")
