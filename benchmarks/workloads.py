@@ -174,6 +174,16 @@ def memory(args: Arguments) -> Workload:
     return Workload(requests, clock, {"cache": {"kv_tokens": 1280}})
 
 
+def day(args: Arguments) -> Workload:
+    """The first requests of the recorded day of many tenants, in a KV memory of 16,384 tokens: too few for all. One
+    arrives every 24 steps, so that few wait, or by rate."""
+    from benchmarks.m4.urgent import day as recorded_day
+
+    arrivals = args.arrivals() if args.rate else (24.0 * number for number in range(args.number))
+    requests = [replace(request, at=at) for request, at in zip(recorded_day(args.number).requests, arrivals)]
+    return Workload(requests, "seconds" if args.rate else "steps", {"cache": {"kv_tokens": 16384}})
+
+
 def text(kind: str) -> Callable[[Arguments], Workload]:
     """Return the maker of questions of one kind, answered to their end, with n-gram drafts where the engine has any."""
 
@@ -211,6 +221,7 @@ WORKLOADS: dict[str, tuple[int, Callable[[Arguments], Workload]]] = {
     "chat": (36, chat),
     "streams": (9, streams),
     "memory": (48, memory),
+    "day": (120, day),
     "repeat": (12, text("repeat")),
     "recall": (12, text("recall")),
     "explain": (12, text("explain")),
