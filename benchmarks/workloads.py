@@ -175,13 +175,25 @@ def memory(args: Arguments) -> Workload:
 
 
 def day(args: Arguments) -> Workload:
-    """The first requests of the recorded day of many tenants, in a KV memory of 16,384 tokens: too few for all. One
-    arrives every 24 steps, so that few wait, or by rate."""
-    from benchmarks.m4.urgent import day as recorded_day
-
+    """A piece of the recorded day of many tenants, another one for each seed, in a KV memory of 16,384 tokens: too few
+    for all. A request arrives every 24 steps, so that few wait, or by rate."""
     arrivals = args.arrivals() if args.rate else (24.0 * number for number in range(args.number))
-    requests = [replace(request, at=at) for request, at in zip(recorded_day(args.number).requests, arrivals)]
+    requests = recorded_requests(args.number, first=(args.seed - 1) * args.number)
+    requests = [replace(request, at=at) for request, at in zip(requests, arrivals, strict=False)]
     return Workload(requests, "seconds" if args.rate else "steps", {"cache": {"kv_tokens": 16384}})
+
+
+def recorded_requests(number: int | None = None, *, first: int = 0) -> list[Request]:
+    """Return so many requests of the recorded day, or all, with the token ids of the course's tokenizer. After its last
+    request the day begins again."""
+    from benchmarks.m4.traffic import recorded
+
+    trace, (low, high) = recorded(), ORDINARY_TOKENS
+    chosen = [trace[(first + index) % len(trace)] for index in range(len(trace) if number is None else number)]
+    return [
+        Request([low + token % (high - low) for token in traced.token_ids()[: traced.prompt]], traced.output)
+        for traced in chosen
+    ]
 
 
 def text(kind: str) -> Callable[[Arguments], Workload]:

@@ -7,6 +7,7 @@ regardless of the machine.
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -15,7 +16,7 @@ from benchmarks.lesson import Row
 from benchmarks.m4.traffic import TracedRequest, recorded
 from benchmarks.serving import Served, num_same, serve
 from benchmarks.timing import quantile
-from benchmarks.workloads import ORDINARY_TOKENS, Request, Workload
+from benchmarks.workloads import Workload, recorded_requests
 
 FILE = Path(__file__).parent.parent / "data" / "m4_arrivals.csv"
 SEED = 11
@@ -48,16 +49,10 @@ def is_urgent(request: TracedRequest) -> bool:
 
 def day(num_requests: int | None = None) -> Workload:
     """Return the first requests of the day, or all, with the token ids of the course's tokenizer."""
-    low, high = ORDINARY_TOKENS
     steps = map(int, FILE.read_text(encoding="utf-8").splitlines()[1:])
     requests = [
-        Request(
-            [low + token % (high - low) for token in traced.token_ids()[: traced.prompt]],
-            traced.output,
-            step,
-            priority=URGENT if is_urgent(traced) else 0,
-        )
-        for traced, step in zip(recorded()[:num_requests], steps, strict=False)
+        replace(request, at=step, priority=URGENT if is_urgent(traced) else 0)
+        for request, traced, step in zip(recorded_requests(num_requests), recorded(), steps, strict=False)
     ]
     return Workload(requests, "steps")
 
