@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from notebooks.shapes import Shape, picture
+from tests.contracts.part import all_parts
 from tests.docs.snippets import PAGES, ROOT, Snippet, commands, examples, fenced, public_files
 from tests.support.demos import words
 
@@ -32,7 +33,7 @@ NOT_RUN = {
     r"m1_single_request\.md: while not done\(ids\):": "pseudo-code",
     r".*: pip install .*": "needs the network; `.ci/run` installs the extras",
     r".*: (mkdocs serve|jupyter lab notebooks|ruff .*|mypy|lint-imports|\.ci/run)": "a part of `.ci/run`",
-    r".*: pytest(?! -m gpu).*": "this suite, or a part of it",
+    r".*: pytest(?! -m gpu| --part).*": "this suite, or a part of it",
     r".*(--device cuda|torch\.cuda|pytest -m gpu|benchmarks\.device$).*": "needs a GPU, some a model of the hub",
     r".*: python -m docs\.(house|record_steps).*": "a test compares the files with what it would write",
     r".*: python -m training\.tiny_.*": "trains for 80 minutes and more",
@@ -111,8 +112,12 @@ def make_files(snippet: Snippet, folder: Path) -> None:
     """Make the files that a reader has before running a snippet."""
     for name in re.findall(r"\w+\.png\b", snippet.code):
         picture(Shape("big", "red", "circle", "center")).save(folder / name)
-    if "mine.py:PARTS" in snippet.code:  # the block before it, and the line that the text adds
-        above = TEXTS[snippet.page].partition("mine.py:PARTS")[0]
+    if (solved := re.search(r"--part (\S+)=(my_\w+\.py):(\w+)", snippet.code)) is not None:
+        part = next(each for each in all_parts().values() if solved[1] in (each.name, each.target))
+        module, _, name = part.target.partition(":")
+        (folder / solved[2]).write_text(f"from {module} import {name} as {solved[3]}\n")
+    if "mine.py:" in snippet.code:  # the block before it, and the line that the text adds
+        above = TEXTS[snippet.page].partition("mine.py:")[0]
         *_, block = fenced(snippet.page, above, "python")
         (folder / "mine.py").write_text("\n".join([block.code, *re.findall(r"`(PARTS = [^`]+)`", above)]))
     if 'read_trace("trace.jsonl"' in snippet.code:
@@ -188,7 +193,7 @@ def free_port() -> str:
 @pytest.mark.parametrize("snippet", params(without([*NOT_RUN, SERVED, BY_HAND], COMMANDS)))
 def test_a_command_runs(snippet: Snippet, checkout: Path) -> None:
     make_files(snippet, checkout)
-    less = " --rounds 1" if "benchmarks run" in snippet.code else ""  # ten take a minute
+    less = " --rounds 1 --requests 8" if "benchmarks run" in snippet.code else ""  # ten take a minute, and more
     with started(snippet.code + less, checkout) as process:
         output(process)
 
