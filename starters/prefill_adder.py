@@ -187,5 +187,5 @@ class MyPrefillAdder(WholePrefillAdder):
 def trace_cut(adder: MyPrefillAdder, req: Req, asked: int, given: int, bound_by: str) -> None:
     """Given: trace that of the `asked` missing tokens of a request only the first `given` run in this step."""
     start = len(req.prefix_indices)
-    event = {"rid": req.rid, "asked": asked, "given": given, "start": start, "total": start + asked}
-    adder.tracer.emit(ChunkCut, **event, bound_by=bound_by)
+    total = start + asked
+    adder.tracer.emit(ChunkCut, rid=req.rid, asked=asked, given=given, start=start, bound_by=bound_by, total=total)

@@ -119,7 +119,7 @@ class Scene:
         assert slots is not None
         req.fill_ids, req.prefix_indices = req.origin_input_ids, slots[:num_computed]
         req.extend_input_len = length - num_computed
-        return req  # type: ignore[no-any-return]
+        return req
 
     @property
     def given(self) -> list[int]:
@@ -129,7 +129,7 @@ class Scene:
     @property
     def limits(self) -> list[str]:
         """The limits that the trace names, of refusals and of cuts."""
-        events = [record.event for record in self.recorder.records]
+        events: list[Any] = [record.event for record in self.recorder.records]
         return [each.limit if each.kind == "not_admitted" else each.bound_by for each in events if each.kind != "admit"]
 
 
@@ -393,7 +393,7 @@ def test_it_is_right_for_many_queues(part: Any) -> None:
         align, ratio, tokens = rng.choice([1, size]), rng.randrange(9) / 8, rng.choice([9, 24, 40, PLENTY])
         prompts = [[kind] * size * rng.randint(1, 3) for kind in range(rng.randint(0, 3))]
         running = [(rng.randint(1, 3 * size), rng.choice([2, 9, 40])) for _ in range(rng.randint(0, 3))]
-        settings = {"ratio": ratio, "tokens": tokens, "chunk_alignment": align}
+        settings: dict[str, Any] = {"ratio": ratio, "tokens": tokens, "chunk_alignment": align}
         scene = Scene(part, num_pages=60, page_size=size, running=running, cached=prompts, **settings)
         begun = rng.randint(1, 20) // align * align
         cut = scene.cut(begun + rng.randint(1, 30), begun, 5) if begun and rng.random() < 0.5 else None
