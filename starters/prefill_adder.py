@@ -3,7 +3,7 @@
 Two budgets decide. The step has room for so many tokens: the prompt that exceeds it is cut, and goes on in the next
 step. The memory must have room for the whole prompt and the whole answer of a request, although only a piece may run
 now: what is admitted has to end. And cached memory is free only as long as no request has locked it, so a request
-cannot count its own prefix twice, as found and as free.
+cannot count its own prefix twice, as found and as free. (Lesson 4, "PrefillAdder: two budgets", explains the memory.)
 
     cp starters/prefill_adder.py my_adder.py
     pytest --part prefill_adder=my_adder.py:MyPrefillAdder
