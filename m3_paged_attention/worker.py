@@ -36,6 +36,7 @@ class GPUWorker:
         self.device = device = model_runner.device
         if device == torch.device("cuda"):  # without an index: the device that is current now, whatever is later
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self.inference_mode = torch.inference_mode()  # made once: that takes as long as to enter it
         self.on_device = current_device(self.device)
         """Context in which the device is the current one, for one call at a time."""
 
@@ -70,7 +71,7 @@ class GPUWorker:
 
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
         """Run a step, described in the format of the model runner; return its tokens."""
-        with torch.inference_mode(), self.on_device, self.step_threads:
+        with self.inference_mode, self.on_device, self.step_threads:
             return self.model_runner.execute_model(decision)
 
     def free_request(self, request_id: str) -> None:

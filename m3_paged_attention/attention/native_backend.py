@@ -10,6 +10,7 @@ the same way.
 """
 
 import contextlib
+import ctypes
 import mmap
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from m3_paged_attention.models.architecture import DecoderConfig
 
 LANES = 16  # elements of a vector; widths must be multiples of it
 PANEL = 64  # output features stored together
+MOST_KEPT = 2**24  # bytes of logits that a layer keeps for its next call
 
 
 class NativeBackend:
@@ -168,7 +170,7 @@ class NativeBackend:
 class NativeLinear:
     """Linear layer of the C++ kernels, with its weight in panels: as it is, or quantized."""
 
-    __slots__ = ("_kernels", "bias", "dtype", "in_features", "kind", "out_features", "packed")
+    __slots__ = ("_kernels", "_logits", "_tokens", "bias", "dtype", "in_features", "kind", "out_features", "packed")
 
     def __init__(self, kernels: SimpleNamespace, weight: Weight, bias: Tensor | None) -> None:
         self._kernels = kernels
@@ -177,6 +179,7 @@ class NativeLinear:
         rows = -(-self.out_features // PANEL) * PANEL
         self.packed = on_huge_pages(rows * weight.nbytes // self.out_features)
         self.bias = None if bias is None else bias.contiguous()
+        self._logits, self._tokens = torch.empty(0, dtype=self.dtype), (ctypes.c_long * 0)()
         self.pack(weight)
 
     def pack(self, weight: Weight) -> None:
@@ -196,14 +199,21 @@ class NativeLinear:
         return y
 
     def best_tokens(self, hidden: Tensor) -> list[int]:
-        """Return the output feature with the largest value of each row; -1 if a value is not finite."""
+        """Return the output feature with the largest value of each row; -1 if a value is not finite.
+
+        The memory for a few rows is kept from call to call: to allocate it would take a tenth of a small step.
+        """
         assert hidden.shape[1] == self.in_features and hidden.dtype == self.dtype
         hidden, rows = hidden.contiguous(), hidden.shape[0]
-        logits, tokens = hidden.new_empty(rows, self.out_features), torch.empty(rows, dtype=torch.int64)
+        logits, tokens = self._logits, self._tokens
+        if rows > len(tokens):
+            logits, tokens = hidden.new_empty(rows, self.out_features), (ctypes.c_long * rows)()
+            if logits.nbytes <= MOST_KEPT:
+                self._logits, self._tokens = logits, tokens
+        pointers = hidden.data_ptr(), self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
         shape = rows, self.in_features, self.out_features, torch.get_num_threads()
-        self._kernels.best_tokens(hidden, self.packed, self.bias, logits, tokens, self.kind, *shape)
-        found: list[int] = tokens.tolist()
-        return found
+        self._kernels.best_tokens(*pointers, logits.data_ptr(), ctypes.addressof(tokens), self.kind, *shape)
+        return tokens[:rows]
 
 
 def on_huge_pages(num_bytes: int) -> Tensor:

@@ -53,7 +53,7 @@ SIGNATURES = {
     "add_rms_norm": (T, T, T, T, N, N, F, INT),
     "rotary": (T, T, T, N, N, N, N, INT),
     "silu_mul": (T, T, N, N, INT),
-    "best_tokens": (T, T, T, T, T, INT, N, N, N, INT),
+    "best_tokens": (P, P, P, P, P, INT, N, N, N, INT),
     "run_layers": (P,),
     "run_step": (P,),
 }
