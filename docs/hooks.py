@@ -9,6 +9,7 @@ site both lie in one tree.
 """
 
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for all hooks: MkDocs looks for no modules in the checkout
+
+os.environ["STEPWISE_PROGRESS"] = ""  # a build of the site is no learner: nothing is recorded as solved
 
 from docs.code_links import link_html, link_source
 from docs.source_pages import source_pages

@@ -4,7 +4,8 @@
     pytest --part m4_radix_cache.mem_cache.eviction:EvictionHeap=mine.py:MyHeap
 
 It runs the contract of this part and nothing else, and then asks an engine that has it the prompts of the equivalence
-suite. A part without a role is put in its place before any test is found.
+suite. A part without a role is put in its place before any test is found. A part that passes both is recorded
+(`python -m notebooks.progress`).
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from notebooks.progress import record
 from tests.contracts.part import (
     CONTRACTS,
     LIMIT_S,
@@ -26,6 +28,8 @@ from tests.contracts.part import (
 
 ENGINE_LIMIT_S = 60.0
 CHOSEN = pytest.StashKey[tuple[Part, Any]]()
+PASSED = pytest.StashKey[set[str]]()
+ENGINE_TEST = "test_the_engine_answers_as_before"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,7 +99,24 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         part, solution = item.config.stash[CHOSEN]
         report.longrepr = explained(part, item.function, solution, call.excinfo.value)  # type: ignore[attr-defined]
         report.sections = []
+    if report.when == "call" and report.passed:
+        item.config.stash.setdefault(PASSED, set()).add(item.function.__name__)  # type: ignore[attr-defined]
     return report
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Record a part that is solved (`python -m notebooks.progress`)."""
+    if CHOSEN in session.config.stash:
+        part, _ = session.config.stash[CHOSEN]
+        if exitstatus == 0 and is_solved(part, session.config.stash.get(PASSED, set())):
+            record("parts", part.name)
+
+
+def is_solved(part: Part, passed: set[str]) -> bool:
+    """Whether all behaviours passed, and the engine, if one runs this part. What has no contract is no part."""
+    if part.name not in all_parts():
+        return False
+    return passed >= {*part.behaviours, *([ENGINE_TEST] if part.variant else [])}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""A lesson's notebook as the tests read it: its cells, its folded solutions, the bugs that its labs plant."""
+"""A lesson's notebook as the tests read it: its cells, the solutions of its exercises, the bugs that its labs plant."""
 
 import json
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+SOLUTIONS = NOTEBOOKS.parent / "docs" / "solutions.md"
 WrongAnswers = dict[str, list[tuple[Any, ...]]]
 """By exercise: answers, each with the words that its refusal must hold."""
 RightAnswers = list[tuple[str, Any]]
@@ -25,35 +26,52 @@ def source(cell: dict) -> str:
     return "".join(cell["source"])
 
 
+@cache
+def sections() -> dict[str, str]:
+    """The sections of the page of solutions, by exercise."""
+    _, *found = re.split(r"^### (.+)\n", SOLUTIONS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    texts = (re.split(r"^## ", text, flags=re.MULTILINE)[0] for text in found[1::2])
+    return dict(zip(found[::2], texts, strict=True))
+
+
+def solution_of(exercise: str) -> str:
+    """The code of an exercise's solution."""
+    (code,) = re.findall(r"```python\n(.*?)```", sections()[exercise], re.DOTALL)
+    return code
+
+
 class Lesson:
-    """One notebook. Solutions live in one place, its folded cells; they are read from there and run as they stand."""
+    """One notebook. Solutions live in one place, the page `docs/solutions.md`, and run as they stand there."""
 
     def __init__(self, name: str) -> None:
         self.path = NOTEBOOKS / f"{name}.ipynb"
 
+    def all_cells(self) -> list[dict]:
+        """All cells, from top to bottom."""
+        return cells_of(self.path)
+
     def cells(self, kind: str) -> list[dict]:
         """All cells of a kind: `code` or `markdown`."""
-        return [cell for cell in cells_of(self.path) if cell["cell_type"] == kind]
+        return [cell for cell in self.all_cells() if cell["cell_type"] == kind]
 
     def code(self) -> str:
         """All code, from top to bottom."""
         return "\n".join(map(source, self.cells("code")))
 
-    def folded_code(self) -> list[str]:
-        """The text of each solution."""
-        folded = re.compile(r"<details>.*?```python\n(.*?)```.*?</details>", re.DOTALL)
-        return [code for cell in self.cells("markdown") for code in folded.findall(source(cell))]
+    def solutions_code(self) -> list[str]:
+        """The text of the solution of each exercise that the notebook checks."""
+        return list(map(solution_of, self.checked()))
 
-    def folded_solutions(self) -> dict[str, Any]:
-        """All that the folded cells define, by name; each cell runs on its own, as a reader would paste it."""
+    def solutions(self) -> dict[str, Any]:
+        """All that the solutions define, by name; each one runs on its own, as a reader would paste it."""
         found: dict[str, Any] = {}
-        for code in self.folded_code():
+        for code in self.solutions_code():
             found |= run(code)
         return found
 
     def solution(self, name: str) -> Callable[..., Any]:
         """`changed(old, new)`: the solution of this name with a piece of its text changed, or several in turn."""
-        (code,) = [code for code in self.folded_code() if re.search(rf"^(class|def) {name}\b", code, re.MULTILINE)]
+        (code,) = [code for code in self.solutions_code() if re.search(rf"^(class|def) {name}\b", code, re.MULTILINE)]
 
         def changed(*pieces: str) -> Any:
             text = code

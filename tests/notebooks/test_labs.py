@@ -251,7 +251,7 @@ def test_the_labs_ring_is_overrun_by_pieces_of_a_prompt_only_if_there_are_many()
     (cell,) = [source(cell) for cell in M6_OVERLAP.lesson.cells("code") if "class Ring" in source(cell)]
     exec(cell.partition("\n\n\nfor num_pieces")[0], scope)
     assert [scope["try_futures"](scope["Ring"], pieces) for pieces in (1, 5, 6)] == [1000, 1000, 2005]
-    rows = M6_OVERLAP.lesson.folded_solutions()["Ring"]
+    rows = M6_OVERLAP.lesson.solutions()["Ring"]
     assert [scope["try_futures"](rows, pieces) for pieces in (1, 5, 6, 99)] == [1000] * 4
 
 
@@ -272,7 +272,7 @@ def test_the_ratios_on_the_page_are_those_of_the_stored_output() -> None:
 def test_the_labs_front_leaves_zombies_to_a_real_engine(is_repaired: bool, least: int, most: int) -> None:
     front_class: Any = M7.lesson.defined("Front", {"Mailbox": Mailbox})
     if is_repaired:
-        front_class = M7.lesson.folded_solutions()["Front"]
+        front_class = M7.lesson.solutions()["Front"]
 
     async def tokens_for_readers_that_leave() -> int:
         backend = await Backend.start(max_num_seqs=4)

@@ -19,8 +19,8 @@ each_exercise = pytest.mark.parametrize(
 
 @pytest.mark.sample(14)
 @each_exercise
-def test_the_folded_solution_of_every_exercise_passes(taught: Exercises, exercise: str) -> None:
-    verdict = taught.check(exercise, taught.lesson.folded_solutions()[taught.answers[exercise]])
+def test_the_solution_of_every_exercise_passes(taught: Exercises, exercise: str) -> None:
+    verdict = taught.check(exercise, taught.lesson.solutions()[taught.answers[exercise]])
     assert verdict, verdict
 
 
@@ -34,7 +34,7 @@ def test_an_open_exercise_is_a_verdict_and_not_an_exception(taught: Exercises, e
 
 @each_lesson
 def test_every_exercise_is_checked_in_the_notebook_with_the_name_that_its_solution_has(taught: Exercises) -> None:
-    assert set(taught.answers.values()) <= taught.lesson.folded_solutions().keys()
+    assert set(taught.answers.values()) <= taught.lesson.solutions().keys()
     assert set(taught.answers) == {name for name in GRADERS if name.startswith(taught.prefix)}
 
 

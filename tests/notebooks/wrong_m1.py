@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of m1, each with the words that its refusal must hold, and a right variant.
 
-Most are the folded solution with a piece of its text changed.
+Most are the solution with a piece of its text changed.
 """
 
 from m1_single_request.output_processor import OutputProcessor

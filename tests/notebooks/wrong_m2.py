@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of m2, each with the words that its refusal must hold, and a right variant.
 
-Most are the folded solution with a piece of its text changed.
+Most are the solution with a piece of its text changed.
 """
 
 from m2_continuous_batching.events import Batch

@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of m3, each with the words that its refusal must hold.
 
-Most are the folded solution with a piece of its text changed.
+Most are the solution with a piece of its text changed.
 """
 
 from m3_paged_attention.block_pool import BlockPool

@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of m4, each with the words that its refusal must hold.
 
-Most are the folded solution with a piece of its text changed.
+Most are the solution with a piece of its text changed.
 """
 
 from itertools import count

@@ -1,6 +1,6 @@
 """Wrong answers to the exercises about tiers and priorities, and right variants.
 
-Most are the folded solution with a piece of its text changed.
+Most are the solution with a piece of its text changed.
 """
 
 from tests.notebooks.exercises import M4_TIERS

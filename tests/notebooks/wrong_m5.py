@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of m5, each with the words that its refusal must hold.
 
-Most are the folded solution with a piece of its text changed.
+Most are the solution with a piece of its text changed.
 """
 
 from dataclasses import replace
@@ -60,7 +60,7 @@ WRONG["m5.accept"] = [
 ]
 
 
-BackOff = LESSON.folded_solutions()["BackOff"]
+BackOff = LESSON.solutions()["BackOff"]
 
 
 class OnTextsOnly(BackOff):

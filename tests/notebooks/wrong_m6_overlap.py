@@ -1,6 +1,6 @@
 """Wrong answers to the exercises about overlapped and captured steps, and right variants.
 
-Most are the folded solution with a piece of its text changed.
+Most are the solution with a piece of its text changed.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Wrong answers to the exercises about prefill and decode in engines of their own, and a right variant.
 
-Most are the folded solution with a piece of its text changed.
+Most are the solution with a piece of its text changed.
 """
 
 from m6_multimodal_pd.disaggregation.poll import KVReceiver

@@ -1,6 +1,6 @@
 """Wrong answers to the exercises about a server, each with the words that its refusal must hold, and right variants.
 
-Most are the folded solution with a piece of its text changed.
+Most are the solution with a piece of its text changed.
 """
 
 import asyncio
