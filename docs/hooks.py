@@ -34,6 +34,7 @@ LOG = logging.getLogger("mkdocs.hooks.notebooks")
 BESIDE = (
     ("notebooks", "*.ipynb"),
     ("notebooks", "journey.py"),
+    ("starters", "*.py"),
     ("benchmarks/results", "*.json"),
     ("benchmarks/results", "*.md"),
 )
