@@ -35,7 +35,8 @@ class MyMailbox:
 
     def fail(self, error: Exception) -> None:
         """End all requests with an error: the `take` that waits, or else the next one, raises it. Outputs that were not
-        read are dropped, and no request is `unfinished` any more. No `put` comes after it."""
+        read are dropped, and no request is `unfinished` any more. No `put` comes after it, and no `take` after the
+        error."""
         raise NotImplementedError
 
     async def take(self) -> dict[int, RequestOutput]:

@@ -39,7 +39,7 @@ def my_route(self: Router, req: Req) -> None:
     3. the engine whose name is smaller, compared as a text.
 
     With both engines, call `begin_attempt(self, req, prefill, decode)`. Without an engine of a needed role do not begin
-    an attempt:
+    an attempt. (If both roles are missing, ask for either of them first.)
 
     - If `self.links.coming(role)` is true for the missing role, one will join: do nothing. The request is asked for
       again in the next step.

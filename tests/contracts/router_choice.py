@@ -146,7 +146,7 @@ def test_a_request_gets_an_engine_of_each_role(part: Any) -> None:
     """A request is sent to a prefill engine and to a decode engine, each of which knows the other one."""
     site = site_of(part, "decode-0", "prefill-0")
     rid = site.ask()
-    site.check(rid, "prefill-0", "decode-0", "Choose from `router.of_role(role)`, and give both to `begin_attempt`.")
+    site.check(rid, "prefill-0", "decode-0", "Choose from `self.of_role(role)`, and give both to `begin_attempt`.")
     peers = {name: message.peer for name, message in site.links.sent if isinstance(message, Prefill | Decode)}
     wanted = {"prefill-0": "decode-0", "decode-0": "prefill-0"}
     hint = "Of the two engines that `begin_attempt` takes, the prefill engine comes first."
@@ -182,7 +182,7 @@ def test_requests_that_have_ended_do_not_count(part: Any) -> None:
 def test_an_engine_may_do_both(part: Any) -> None:
     """In a group of the role `both` one engine gets the request for prefill and decode."""
     site = site_of(part, "both-0", "both-1", both=2)
-    hint = "With `router.config.both` the engines have the role `both`, and one of them is both engines of a request."
+    hint = "With `self.config.both` the engines have the role `both`, and one of them is both engines of a request."
     for name in ("both-0", "both-1", "both-0"):
         site.check(site.ask(), name, name, hint)
 
@@ -219,7 +219,7 @@ def test_only_the_last_attempt_counts(part: Any) -> None:
     site.fail("r0")
     site.check("r0", "prefill-1", "decode-1")
     site.fail("r0")
-    hint = "`router.latest` has the latest attempt alone: prefill-0 is not in it, and so comes before prefill-2."
+    hint = "`self.latest` has the latest attempt alone: prefill-0 is not in it, and so comes before prefill-2."
     site.check("r0", "prefill-0", "decode-0", hint)
 
 
@@ -243,7 +243,7 @@ def test_it_ends_if_no_engine_will_join(part: Any) -> None:
         site.router.add_request(make_req(0, [5, 6, 7]))
         changed = site.router.update(0.0)
         on = f"{there or 'no engine'} joins; no {role} engine will join; r0 comes"
-        hint = "Ask `router.links.coming(role)` for the role that has no engine, and end the request with an error."
+        hint = "Ask `self.links.coming(role)` for the role that has no engine, and end the request with an error."
         same([req.rid for req in changed], ["r0"], on=f"{on}; who has ended?", hint=hint)
         error = getattr(changed[0].finish_reason, "error", None)
         same(type(error).__name__, EngineLostError.__name__, on=f"{on}; the error", hint=hint)

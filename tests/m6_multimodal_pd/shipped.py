@@ -23,10 +23,14 @@ def seeing_engine() -> LLMEngine:
 def say(picture: Any, question: str, *, forget: bool = True) -> str:
     """The answer to a question about a picture. `forget`: with empty caches."""
     engine = seeing_engine()
-    if forget:
-        engine.flush_cache()
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
-    return engine.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=MOST_TOKENS)).text
+    try:
+        if forget:
+            engine.flush_cache()
+        return engine.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=MOST_TOKENS)).text
+    except BaseException:
+        seeing_engine.cache_clear()  # a part may have stopped it in a step
+        raise
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
