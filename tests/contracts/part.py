@@ -91,6 +91,19 @@ def same(got: Any, expected: Any, *, on: str, hint: str = "") -> None:
         raise Broken(on, expected, got, hint)
 
 
+def close(got: Any, expected: torch.Tensor, *, on: str, tolerance: float, hint: str = "") -> None:
+    """Raise `Broken` unless a tensor has this shape and all its numbers; NaN is close to nothing."""
+    shape = list(expected.shape)
+    if not isinstance(got, torch.Tensor) or list(got.shape) != shape:
+        raise Broken(on, f"a tensor {shape}", list(got.shape) if isinstance(got, torch.Tensor) else got, hint)
+    error = (got.double() - expected.double()).abs().nan_to_num(torch.inf)
+    is_off = error > tolerance
+    if is_off.any():
+        place = tuple(int(each) for each in torch.unravel_index(error.argmax(), error.shape))
+        wanted, found = (f"{float(tensor[place]):.6g} at {list(place)}" for tensor in (expected, got))
+        raise Broken(on, wanted, f"{found}; {is_off.sum():,} of {is_off.numel():,} numbers are off", hint)
+
+
 def _equal(got: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
         is_alike = isinstance(got, torch.Tensor) and got.shape == expected.shape and got.dtype == expected.dtype
