@@ -100,7 +100,8 @@ def close(got: Any, expected: torch.Tensor, *, on: str, tolerance: float, hint: 
     is_off = error > tolerance
     if is_off.any():
         place = tuple(int(each) for each in torch.unravel_index(error.argmax(), error.shape))
-        wanted, found = (f"{float(tensor[place]):.6g} at {list(place)}" for tensor in (expected, got))
+        digits = 4 if error.max() > 0.01 else 9
+        wanted, found = (f"{float(tensor[place]):.{digits}g} at {list(place)}" for tensor in (expected, got))
         raise Broken(on, wanted, f"{found}; {is_off.sum():,} of {is_off.numel():,} numbers are off", hint)
 
 
