@@ -19,6 +19,7 @@ PART = Part(
     lesson="docs/m3_paged_attention.md#blockpool-free-blocks-and-reference-counts",
     starter="MyBlockPool",
     variant="m3_paged_attention-swap",
+    changes={"cache_config": {"num_blocks": 128}},
 )
 
 
