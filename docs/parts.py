@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.contracts.part import Part, all_parts, grade
+from tests.contracts.part import Part, all_parts, function_of, grade
 
 PAGE = Path(__file__).parent / "build_a_part.md"
 BLOCK = re.compile(r"<!-- (parts|mistakes) -->\n.*?<!-- end of \1 -->", re.DOTALL)
@@ -43,7 +43,7 @@ def mistakes() -> str:
     blocks = []
     for part in in_order():
         solution, hint = importlib.import_module(f"tests.contracts.wrong.{part.name}").WRONG[0]
-        said = (inspect.getdoc(solution) or "").splitlines()[0]
+        said = (inspect.getdoc(function_of(solution)) or "").splitlines()[0]
         text = next(failure.text for failure in grade(part, solution) if hint in failure.text)
         blocks.append(f"**{part.name}.** {said}\n\n```text\n{text}\n```")
     return "\n\n".join(blocks)

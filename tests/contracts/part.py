@@ -91,6 +91,20 @@ def same(got: Any, expected: Any, *, on: str, hint: str = "") -> None:
         raise Broken(on, expected, got, hint)
 
 
+def close(got: Any, expected: torch.Tensor, *, on: str, tolerance: float, hint: str = "") -> None:
+    """Raise `Broken` unless a tensor has this shape and all its numbers; NaN is close to nothing."""
+    shape = list(expected.shape)
+    if not isinstance(got, torch.Tensor) or list(got.shape) != shape:
+        raise Broken(on, f"a tensor {shape}", list(got.shape) if isinstance(got, torch.Tensor) else got, hint)
+    error = (got.double() - expected.double()).abs().nan_to_num(torch.inf)
+    is_off = error > tolerance
+    if is_off.any():
+        place = tuple(int(each) for each in torch.unravel_index(error.argmax(), error.shape))
+        digits = 4 if error.max() > 0.01 else 9
+        wanted, found = (f"{float(tensor[place]):.{digits}g} at {list(place)}" for tensor in (expected, got))
+        raise Broken(on, wanted, f"{found}; {is_off.sum():,} of {is_off.numel():,} numbers are off", hint)
+
+
 def _equal(got: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
         is_alike = isinstance(got, torch.Tensor) and got.shape == expected.shape and got.dtype == expected.dtype
@@ -179,21 +193,35 @@ def _shown(value: Any) -> str:
 def _place(error: BaseException, solution: Any) -> str:
     """Return the last line of the solution that ran before the error, if there is one."""
     functions = [value for value in vars(solution).values()] if isinstance(solution, type) else [solution]
-    codes = [inspect.unwrap(getattr(each, "__func__", each)) for each in functions if callable(each)]
+    codes = [function_of(each) for each in functions if callable(each)]
     files = {code.__code__.co_filename for code in codes if inspect.isfunction(code)}
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files and frame.line]
     return f" (in `{lines[-1].name}`, line {lines[-1].lineno}: `{lines[-1].line}`)" if lines else ""
+
+
+def function_of(value: Any) -> Any:
+    """Return the Python function in a class method or in a Triton kernel; a function itself."""
+    for field_name in ("__func__", "fn"):
+        value = getattr(value, field_name, value)
+    return inspect.unwrap(value)
 
 
 # --- finding parts, and putting others in their place -----------------------------------------------------------------
 
 
 def all_parts() -> dict[str, Part]:
-    """Return the parts that have a contract, by name."""
+    """Return the parts that have a contract, by name. Without triton there are none of its kernels."""
     names = sorted(path.stem for path in CONTRACTS.glob("*.py"))
-    contracts = [name for name in names if name not in NO_CONTRACTS and not name.startswith("test_")]
-    parts = [importlib.import_module(f"tests.contracts.{name}").PART for name in contracts]
-    return {part.name: part for part in parts}
+    parts = {}
+    for name in names:
+        if name in NO_CONTRACTS or name.startswith("test_"):
+            continue
+        try:
+            parts[name] = importlib.import_module(f"tests.contracts.{name}").PART
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+    return parts
 
 
 def found(target: str) -> Any:

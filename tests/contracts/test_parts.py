@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.contracts.in_engine import answer
-from tests.contracts.part import ROOT, STARTERS, Part, all_parts, grade, loaded
+from tests.contracts.part import ROOT, STARTERS, Part, all_parts, function_of, grade, loaded
 
 PARTS = all_parts()
 WRONG = {name: importlib.import_module(f"tests.contracts.wrong.{name}").WRONG for name in PARTS}
@@ -61,7 +61,7 @@ def test_a_starter_asks_for_what_the_engine_calls(part: Part) -> None:
     starter, reference = starter_of(part), part.reference
     for name, ours, theirs in methods_of(starter, reference):
         assert parameters(ours) == parameters(theirs), name
-        assert inspect.getdoc(ours), f"{name} has no docstring"
+        assert inspect.getdoc(function_of(ours)), f"{name} has no docstring"
 
 
 def methods_of(starter: Any, reference: Any) -> list[tuple[str, Any, Any]]:
@@ -73,7 +73,7 @@ def methods_of(starter: Any, reference: Any) -> list[tuple[str, Any, Any]]:
 
 
 def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-    found = inspect.signature(inspect.unwrap(function)).parameters.values()
+    found = inspect.signature(function_of(function)).parameters.values()
     return [(each.name, each.kind, each.default) for each in found]
 
 
