@@ -10,6 +10,7 @@ sentence; `part` is the solution. It compares with `same`, or raises `Broken`.
 import importlib
 import importlib.util
 import inspect
+import re
 import signal
 import sys
 import traceback
@@ -144,7 +145,7 @@ def time_limit(seconds: float = LIMIT_S) -> Iterator[None]:
         raise TooLong
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second: a loop may catch it once
     try:
         yield
     finally:
@@ -266,7 +267,8 @@ def substitute(target: str, solution: Any) -> Callable[[], None]:
     old = found(target)
     places: list[tuple[Any, str]] = [(holder, name)]
     for module in list(sys.modules.values()):
-        if not module.__name__.split(".")[0].startswith(("m1_", "m2_", "m3_", "m4_", "m5_", "m6_", "m7_", "tests")):
+        package, _, rest = module.__name__.partition(".")
+        if not re.fullmatch(r"m\d_\w+|tests", package) or rest.startswith("contracts"):
             continue
         members = dict(vars(module))
         places += [(module, key) for key, value in members.items() if value is old]
