@@ -9,6 +9,7 @@ import pytest
 from tests.contracts.part import Broken, Part
 from tests.equivalence.harness import VARIANTS, Variant, compare
 from tests.equivalence.prompts import MAX_TOKENS
+from tests.support.engines import check_invariants
 
 
 def variant_of(part: Part, solution: Any) -> Variant:
@@ -42,7 +43,7 @@ def answer(part: Part, solution: Any, references: Any, reference_model: Any, eve
                     str(error),
                     "The contract is kept, so it may be state that remains from one request to the next.",
                 ) from error
-        engine.engine_core.check_invariants()
+        check_invariants(engine.engine_core)
 
 
 def test_the_engine_answers_as_before(chosen: tuple[Part, Any], references: Any, reference_model: Any) -> None:
