@@ -178,8 +178,7 @@ def test_an_impossible_token_is_never_drawn(part: Any) -> None:
 
 
 def test_rows_do_not_concern_each_other(part: Any) -> None:
-    """A row gets the same token in any batch, beside greedy rows and rows with other settings, and logits stay as they
-    were."""
+    """A row gets the same token beside rows with other settings, and the logits stay as they were."""
     rows = [
         row(),
         row(temperature=1.0),
