@@ -49,13 +49,13 @@ def mistakes() -> str:
     return "\n\n".join(blocks)
 
 
-def written(page: str, *, names: Sequence[str] = ("parts", "mistakes")) -> str:
+def written(page: str) -> str:
     """Return the page with these blocks made anew."""
     makers = {"parts": table, "mistakes": mistakes}
 
     def block(found: re.Match[str]) -> str:
         name = found[1]
-        return f"<!-- {name} -->\n{makers[name]()}\n<!-- end of {name} -->" if name in names else found[0]
+        return f"<!-- {name} -->\n{makers[name]()}\n<!-- end of {name} -->"
 
     return BLOCK.sub(block, page)
 

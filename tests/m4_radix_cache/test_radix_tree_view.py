@@ -251,6 +251,7 @@ def test_after_every_step_of_a_random_run_the_view_is_the_cache(
     assert drawn(view)[0].startswith("empty cache: 0 tokens cached (0 locked), 88 of 88 slots free")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("write_policy", "failing"), [("write_through", 0.2), ("write_through_selective", 0.0), ("write_back", 0.2)]
 )

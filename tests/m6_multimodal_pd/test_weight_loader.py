@@ -55,7 +55,8 @@ def answer(engine: LLMEngine) -> tuple[int, ...]:
 
 
 def tensors_in(part: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a model and of the objects in it but its backend, with the path to each."""
+    """All tensors of a model and of the objects in it, with the path to each, but not its backend, and not memory in
+    which a layer works."""
     if isinstance(part, Tensor):
         yield path, part
     elif isinstance(part, torch.nn.Module):
@@ -67,7 +68,7 @@ def tensors_in(part: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif type(part).__module__.startswith(("m3_", "m6_")):
         slots = {name: getattr(part, name) for name in getattr(type(part), "__slots__", ())}
         own = {**getattr(part, "__dict__", {}), **slots}
-        yield from tensors_in({name: value for name, value in own.items() if name != "backend"}, path)
+        yield from tensors_in({name: value for name, value in own.items() if name not in ("backend", "_logits")}, path)
 
 
 def weights_of(engine: LLMEngine) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ def random_request(random: Random) -> tuple[str, SamplingParams]:
     )
 
 
-@pytest.mark.parametrize("number", [60, pytest.param(500, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("number", [30, pytest.param(500, marks=pytest.mark.exhaustive)])
 def test_texts_of_the_front_are_those_of_an_engine_alone(runner: asyncio.Runner, llm: AsyncLLM, number: int) -> None:
     """Tokens, texts, ends and log-probabilities of random requests, all at once; texts only ever grow."""
     random = Random(1)

@@ -40,7 +40,7 @@ def text_of(random: Random) -> str:
     return " ".join(random.choices(WORDS, k=random.randint(1, 12)))
 
 
-@pytest.mark.parametrize("number", [30, pytest.param(250, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("number", [15, pytest.param(250, marks=pytest.mark.exhaustive)])
 def test_completions_are_those_of_the_engine(runner: asyncio.Runner, llm: AsyncLLM, number: int) -> None:
     random = Random(2)
     bodies = [
