@@ -27,9 +27,21 @@ def table() -> str:
     rows = ["| part | what you build | explained in | from |", "|---|---|---|---|"]
     for part in in_order():
         page, _, anchor = part.lesson.removeprefix("docs/").partition("#")
-        section = f"[{part.target.split('_')[0]}: {anchor.replace('-', ' ')}]({page}#{anchor})"
+        section = f"[{part.target.split('_')[0]}: {heading(page, anchor)}]({page}#{anchor})"
         rows.append(f"| `{part.name}` | {idea(part)} | {section} | [starter](../starters/{part.name}.py) |")
     return "\n".join(rows)
+
+
+def heading(page: str, anchor: str) -> str:
+    """Return the text of the heading with this anchor, without its number and its second half."""
+    text = (PAGE.parent / page).read_text(encoding="utf-8")
+    found = {slug(title): title for title in re.findall(r"^#+ (.*?)$", text, re.M)}
+    return re.sub(r"^\d+\. ", "", found[anchor]).partition(": ")[0]
+
+
+def slug(title: str) -> str:
+    """Return the anchor of a heading, on the site and on GitHub."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
 
 
 def idea(part: Part) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from docs.parts import slug
 from tests.contracts.in_engine import answer
 from tests.contracts.part import ROOT, STARTERS, Part, all_parts, function_of, grade, loaded
 
@@ -81,7 +82,7 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
 def test_the_lesson_has_the_section(part: Part) -> None:
     file, _, anchor = part.lesson.partition("#")
     headings = re.findall(r"^#+ (.*?)$", (ROOT / file).read_text(encoding="utf-8"), re.M)
-    assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings]
+    assert anchor in map(slug, headings)
 
 
 @by_part
