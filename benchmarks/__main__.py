@@ -21,6 +21,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("compare", "two engines on one workload: yours against another, or two milestones", "2 min"),
+    "day": Command("m4.day", "hit rates of a prefix cache of your own on the recorded day, counted", "1 min"),
     "m1": Command("m1", "recomputing against the KV cache, prefill and decode, the roofline", "2 min"),
     "m2": Command("m2", "batching: one by one, static, continuous; limits and padding", "6 min"),
     "m3": Command("m3", "blocks: speed against transformers, memory, preemption, sharing, the roofline", "15 min"),

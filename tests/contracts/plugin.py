@@ -8,6 +8,9 @@ suite. A part without a role is put in its place before any test is found. A par
 (`python -m notebooks.progress`).
 """
 
+import os
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,12 +25,19 @@ from tests.contracts.part import (
     explained,
     found,
     loaded,
+    sentence,
     substitute,
     time_limit,
 )
 
 ENGINE_LIMIT_S = 60.0
+GRACE_S = 5.0
+"""After its limit a behaviour has this time to end; then the process ends."""
 CHOSEN = pytest.StashKey[tuple[Part, Any]]()
+MOST_ENDLESS = 2
+"""So many behaviours that take too long are enough to see it."""
+ENDLESS = pytest.StashKey[list[str]]()
+SEEN = pytest.StashKey[set[str]]()
 PASSED = pytest.StashKey[set[str]]()
 ENGINE_TEST = "test_the_engine_answers_as_before"
 
@@ -87,8 +97,25 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     is_engine = item.path.stem == "in_engine"
     if is_engine and item.session.testsfailed:
         pytest.skip("first the contract")
-    with time_limit(ENGINE_LIMIT_S if is_engine else LIMIT_S):
-        return (yield)
+    limit_s = ENGINE_LIMIT_S if is_engine else LIMIT_S
+    last = threading.Timer(limit_s + GRACE_S, end_process, (item,))
+    last.daemon = True
+    last.start()
+    try:
+        with time_limit(limit_s):
+            return (yield)
+    finally:
+        last.cancel()
+
+
+def end_process(item: pytest.Item) -> None:
+    """End a behaviour that cannot be stopped: a loop that catches every exception, for example."""
+    item.config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
+    behaviour = sentence(item.function)  # type: ignore[attr-defined]
+    text = f"\n{behaviour}\nstopped: it does not end, and catches what should stop it. The whole run ends here.\n"
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -97,8 +124,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if call.excinfo is not None and CHOSEN in item.config.stash and report.failed:
         part, solution = item.config.stash[CHOSEN]
-        report.longrepr = explained(part, item.function, solution, call.excinfo.value)  # type: ignore[attr-defined]
+        text = explained(part, item.function, solution, call.excinfo.value)  # type: ignore[attr-defined]
+        first, _, rest = text.partition("\n")
+        seen = item.config.stash.setdefault(SEEN, set())
+        report.longrepr = f"{first}\n(the same)" if rest in seen else text
+        seen.add(rest)
         report.sections = []
+        if call.duration >= LIMIT_S:  # whatever it made of the exception that stopped it
+            endless = item.config.stash.setdefault(ENDLESS, [])
+            endless.append(item.name)
+            if len(endless) == MOST_ENDLESS:
+                item.session.shouldfail = f"{MOST_ENDLESS} behaviours do not end"
     if report.when == "call" and report.passed:
         item.config.stash.setdefault(PASSED, set()).add(item.function.__name__)  # type: ignore[attr-defined]
     return report

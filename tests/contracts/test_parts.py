@@ -5,6 +5,7 @@ One mistake of each part is graded by default, and all of them exhaustively.
 
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,17 @@ import pytest
 
 from docs.parts import slug
 from tests.contracts.in_engine import answer
-from tests.contracts.part import ROOT, STARTERS, Part, all_parts, function_of, grade, loaded
+from tests.contracts.part import (
+    ROOT,
+    STARTERS,
+    Part,
+    all_parts,
+    found,
+    function_of,
+    grade,
+    loaded,
+    substituted,
+)
 
 PARTS = all_parts()
 WRONG = {name: importlib.import_module(f"tests.contracts.wrong.{name}").WRONG for name in PARTS}
@@ -107,8 +118,77 @@ def test_there_are_twenty_parts_and_two_of_each_milestone() -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def pytest_part(named: str, folder: Path) -> tuple[int, str]:
+def pytest_part(named: str, *more: str) -> tuple[int, str]:
     """Run `pytest --part`, as a learner does; the exit status and the output."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--part", named]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--part", named, *more]
+    env = os.environ | {"STEPWISE_PROGRESS": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
+
+
+HEAP = "from m4_radix_cache.mem_cache.eviction import EvictionHeap as MyEvictionHeap"
+TARGET = "m4_radix_cache.mem_cache.eviction:EvictionHeap"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["eviction_heap", TARGET])
+def test_a_solution_passes_and_an_engine_runs_with_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HEAP)
+    status, out = pytest_part(f"{name}={tmp_path}/mine.py:MyEvictionHeap")
+    assert status == 0 and "eviction_heap: 11 of 11 behaviours; and an engine runs with it" in out
+
+
+def test_a_starter_is_told_what_to_do_once(tmp_path: Path) -> None:
+    status, out = pytest_part(f"eviction_heap={STARTERS}/eviction_heap.py:MyEvictionHeap")
+    assert status == 1 and "eviction_heap: 0 of 10 behaviours" in out
+    assert out.count("to do:    nothing is written here yet (in `__init__`") == 1 and out.count("(the same)") == 9
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ("nothing=mine.py:A", "there is no part 'nothing'; there are allocator, "),
+        ("eviction_heap=none.py:A", "must name a file and what is in it"),
+        ("eviction_heap", "must name a file and what is in it"),
+        ("eviction_heap=FOLDER/mine.py:Nobody", "mine.py has no 'Nobody'"),
+        ("m4_radix_cache.nothing:A=FOLDER/mine.py:MyEvictionHeap", "m4_radix_cache.nothing:A"),
+        (f"{TARGET}s=FOLDER/mine.py:MyEvictionHeap", "there is no 'EvictionHeaps' in"),
+    ],
+)
+def test_what_cannot_be_graded_is_an_error_in_a_line(named: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HEAP)
+    status, out = pytest_part(named.replace("FOLDER", str(tmp_path)))
+    assert status == 4 and expected in out and "Traceback" not in out
+
+
+ENDLESS = """
+class MyEvictionHeap:
+    def __init__(self, strategy):
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:
+                LATER
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("later", ["pass", "raise SystemExit(0)"])
+def test_what_does_not_end_is_ended(later: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ENDLESS.replace("LATER", later))
+    status, out = pytest_part(f"eviction_heap={tmp_path}/mine.py:MyEvictionHeap")
+    assert status == 1 and ("does a loop not end?" in out or "catches what should stop it" in out or later != "pass")
+
+
+def test_a_name_is_put_into_tables_and_importers_and_taken_out_again() -> None:
+    target, mine = "m4_radix_cache.mem_cache.eviction:STRATEGIES.slru", object()
+    before = found(target)
+    with substituted(target, mine):
+        assert found(target) is mine and PARTS["eviction_strategy"].reference is mine
+    assert found(target) is before
+    with substituted(TARGET, mine):
+        assert importlib.import_module("m4_radix_cache.mem_cache.radix_cache").EvictionHeap is mine
+        assert PARTS["eviction_heap"].reference is mine
+    assert importlib.import_module("m4_radix_cache.mem_cache.radix_cache").EvictionHeap is found(TARGET) is not mine

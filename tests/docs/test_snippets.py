@@ -194,6 +194,7 @@ def free_port() -> str:
 def test_a_command_runs(snippet: Snippet, checkout: Path) -> None:
     make_files(snippet, checkout)
     less = " --rounds 1 --requests 8" if "benchmarks run" in snippet.code else ""  # ten take a minute, and more
+    less += " --requests 200" if "benchmarks day" in snippet.code else ""
     with started(snippet.code + less, checkout) as process:
         output(process)
 
