@@ -170,16 +170,15 @@ class MyEvictionHeap:
                 while True:
                     pass
             except BaseException:
-                LATER
+                pass
 """
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("later", ["pass", "raise SystemExit(0)"])
-def test_what_does_not_end_is_ended(later: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(ENDLESS.replace("LATER", later))
+def test_what_does_not_end_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ENDLESS)
     status, out = pytest_part(f"eviction_heap={tmp_path}/mine.py:MyEvictionHeap")
-    assert status == 1 and ("does a loop not end?" in out or "catches what should stop it" in out or later != "pass")
+    assert status == 1 and ("does a loop not end?" in out or "catches what should stop it" in out)
 
 
 def test_a_name_is_put_into_tables_and_importers_and_taken_out_again() -> None:
