@@ -182,6 +182,8 @@ def explained(part: Part, behaviour: Callable[..., Any], solution: Any, error: B
         lines["to do"] = f"nothing is written here yet{_place(error, solution)}"
     else:
         lines["raised"] = f"{type(error).__name__}: {error}{_place(error, solution)}"
+    if not isinstance(error, Broken | NotImplementedError):
+        lines["in"] = _call(error, behaviour)
     lines["read"] = part.lesson
     return "\n".join(f"{name + ':':<10}{text}" if name else text for name, text in lines.items() if text)
 
@@ -198,6 +200,13 @@ def _place(error: BaseException, solution: Any) -> str:
     files = {code.__code__.co_filename for code in codes if inspect.isfunction(code)}
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files and frame.line]
     return f" (in `{lines[-1].name}`, line {lines[-1].lineno}: `{lines[-1].line}`)" if lines else ""
+
+
+def _call(error: BaseException, behaviour: Callable[..., Any]) -> str:
+    """Return the last line of the contract that ran before the error: there the input is."""
+    file = inspect.getsourcefile(behaviour)
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file and frame.line]
+    return f"`{lines[-1].line}`, line {lines[-1].lineno} of the contract" if lines else ""
 
 
 def function_of(value: Any) -> Any:
@@ -291,18 +300,42 @@ def _put(place: Any, key: str, value: Any) -> None:
         setattr(place, key, value)
 
 
-def loaded(where: str) -> Any:
-    """Return what a learner names: `FILE.py:NAME`. Raises `LookupError` if there is no such file or name."""
-    file, _, name = where.rpartition(":")
-    path = Path(file).resolve()
-    if not file or not path.is_file():
-        raise LookupError(f"{where!r} must name a file and what is in it: my_radix.py:MyRadixCache")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+def loaded(where: str, example: str = "my_radix.py:MyRadixCache") -> Any:
+    """Return what a learner names: `FILE.py:NAME`. Raises `LookupError`, with what is wrong, if it cannot be loaded."""
+    file, colon, name = where.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not colon:
+        raise LookupError(f"a file and what is in it must be named: {example}")
+    if not path.is_file():
+        raise LookupError(f"there is no file {file!r}")
+    spec = importlib.util.spec_from_file_location(f"part_of_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise LookupError(f"{path.name} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look there
+    sys.modules[module.__name__] = module  # dataclasses look there
     sys.path.insert(0, str(path.parent))
-    spec.loader.exec_module(module)
+    try:
+        with time_limit(LIMIT_S):
+            spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise LookupError(_why_not_loaded(path, error)) from error
     if not hasattr(module, name):
-        raise LookupError(f"{path.name} has no {name!r}")
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise LookupError(f"{path.name} has no {name!r}; it has {', '.join(own) or 'no class and no function'}")
     return getattr(module, name)
+
+
+def _why_not_loaded(path: Path, error: BaseException) -> str:
+    """Return the line of a file at which loading it failed, and why."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    match error:
+        case TooLong():
+            why = f"it is not loaded after {LIMIT_S:g} s: does a loop not end?"
+        case SystemExit():
+            why = "it ends Python while it is loaded"
+        case _:
+            why = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return f"{path.name}{f', line {line}' if line else ''}: {why}"

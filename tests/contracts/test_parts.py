@@ -28,6 +28,7 @@ from tests.contracts.part import (
     loaded,
     substituted,
 )
+from tests.contracts.plugin import ENGINE_TEST, chosen_by, verdict
 
 PARTS = all_parts()
 WRONG = {name: importlib.import_module(f"tests.contracts.wrong.{name}").WRONG for name in PARTS}
@@ -135,7 +136,16 @@ TARGET = "m4_radix_cache.mem_cache.eviction:EvictionHeap"
 def test_a_solution_passes_and_an_engine_runs_with_it(name: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(HEAP)
     status, out = pytest_part(f"{name}={tmp_path}/mine.py:MyEvictionHeap")
-    assert status == 0 and "eviction_heap: 11 of 11 behaviours; and an engine runs with it" in out
+    assert status == 0 and "eviction_heap: 10 of 10 behaviours, and an engine runs with it" in out
+
+
+def test_the_last_line_says_what_was_run() -> None:
+    heap, router = PARTS["eviction_heap"], PARTS["router_choice"]
+    assert verdict(heap, {*heap.behaviours}) == "eviction_heap: 10 of 10 behaviours; the engine does not"
+    assert verdict(heap, {"test_a_node_may_come_back", ENGINE_TEST}).startswith(
+        "eviction_heap: 1 of 10 behaviours; read"
+    )
+    assert verdict(router, {*router.behaviours}).endswith("behaviours; no engine of the suite runs this part")
 
 
 def test_a_starter_is_told_what_to_do_once(tmp_path: Path) -> None:
@@ -144,22 +154,47 @@ def test_a_starter_is_told_what_to_do_once(tmp_path: Path) -> None:
     assert out.count("to do:    nothing is written here yet (in `__init__`") == 1 and out.count("(the same)") == 9
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("named", "expected"),
-    [
-        ("nothing=mine.py:A", "there is no part 'nothing'; there are allocator, "),
-        ("eviction_heap=none.py:A", "must name a file and what is in it"),
-        ("eviction_heap", "must name a file and what is in it"),
-        ("eviction_heap=FOLDER/mine.py:Nobody", "mine.py has no 'Nobody'"),
-        ("m4_radix_cache.nothing:A=FOLDER/mine.py:MyEvictionHeap", "m4_radix_cache.nothing:A"),
-        (f"{TARGET}s=FOLDER/mine.py:MyEvictionHeap", "there is no 'EvictionHeaps' in"),
-    ],
-)
+WRONGLY_NAMED = [
+    ("nothing=mine.py:A", "there is no part 'nothing'; there are allocator, "),
+    ("eviction heap=FOLDER/mine.py:Mine", "there is no part 'eviction heap': did you mean eviction_heap?"),
+    ("", "--part NAME=FILE.py:CLASS: there is no part ''"),
+    ("eviction_heap=none.py:A", "there is no file 'none.py'"),
+    ("eviction_heap", "a file and what is in it must be named: --part eviction_heap=my_file.py:MyEvictionHeap"),
+    ("eviction_heap=FOLDER/mine.py:Nobody", "mine.py has no 'Nobody'; it has Other"),
+    ("eviction_heap=FOLDER/broken.py:A", "broken.py, line 2: SyntaxError: "),
+    ("eviction_heap=FOLDER/ends.py:A", "ends.py, line 2: it ends Python while it is loaded"),
+    ("eviction_heap=FOLDER/raises.py:A", "raises.py, line 2: ModuleNotFoundError: No module named 'nothing_here'"),
+    ("m4_radix_cache.nothing:A=FOLDER/mine.py:Other", "m4_radix_cache.nothing:A: No module named"),
+    (f"{TARGET}s=FOLDER/mine.py:Other", "there is no 'EvictionHeaps' in"),
+]
+FILES = {
+    "mine": f"{HEAP}\nclass Other: pass",
+    "broken": "# a comment\nx = = 1",
+    "ends": "# a comment\nraise SystemExit(0)",
+    "raises": "# a comment\nimport nothing_here",
+}
+
+
+@pytest.mark.parametrize(("named", "expected"), WRONGLY_NAMED)
 def test_what_cannot_be_graded_is_an_error_in_a_line(named: str, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(HEAP)
-    status, out = pytest_part(named.replace("FOLDER", str(tmp_path)))
-    assert status == 4 and expected in out and "Traceback" not in out
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(LookupError) as refused:
+        chosen_by(named.replace("FOLDER", str(tmp_path)))
+    assert expected in str(refused.value.args[0])
+
+
+def test_a_file_that_is_never_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("# a comment\nwhile True: pass")
+    monkeypatch.setattr("tests.contracts.part.LIMIT_S", 0.1)
+    with pytest.raises(LookupError, match=r"mine\.py, line 2: it is not loaded after 0\.1 s: does a loop not end"):
+        chosen_by(f"eviction_heap={tmp_path}/mine.py:A")
+
+
+@pytest.mark.exhaustive
+def test_one_part_is_graded_at_a_time() -> None:
+    status, out = pytest_part("eviction_heap=a.py:A", "--part", "block_pool=b.py:B")
+    assert status == 4 and "--part is given twice: one part is graded at a time" in out
 
 
 ENDLESS = """
