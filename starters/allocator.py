@@ -22,8 +22,8 @@ class MyAllocator:
     Pages have the numbers 1 to `num_pages`; page `p` has the slots `p * page_size` to `(p + 1) * page_size - 1`. Page 0
     is never handed out: padding is written there. Which of the free pages is handed out is your choice.
 
-    `Slots` are int64 arrays `[number]`. If too few pages are free for an allocation, it returns None and changes
-    nothing.
+    `Slots` are int64 arrays `[number]`, never lists. If too few pages are free for an allocation, it returns None and
+    changes nothing.
     """
 
     def __init__(self, *, size: int, page_size: int, checked: bool = False) -> None:
@@ -80,8 +80,9 @@ class MyAllocator:
 
     def free(self, slots: Slots) -> None:
         """Free every page that contains one of these slots; they may be some of the slots of a page, or all.
+        An empty array is allowed, and frees nothing.
 
-        Raise `PoolError`, and change nothing, if one of the slots does not exist, lies in page 0 or in a page that is
-        not in use, or is in the array twice.
+        Raise `PoolError`, and change nothing, if one of the slots does not exist (a negative one, or one behind the
+        last page), lies in page 0 or in a page that is not in use, or is in the array twice.
         """
         raise NotImplementedError

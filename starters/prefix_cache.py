@@ -5,20 +5,25 @@ tokens of a request from the root; a node in which the common tokens end is spli
 path that they read, and `evict` frees leaves without a lock. It is hard because all of this happens at once: a node is
 split while a request holds it, and a page that is freed too early belongs to two requests, without any error.
 
+Build `eviction_heap` and `eviction_strategy` first: `eviction.py`, which this starter imports, has the answers of both.
+
     cp starters/prefix_cache.py my_radix.py
     pytest --part prefix_cache=my_radix.py:MyRadixCache
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult
 from m4_radix_cache.mem_cache.events import Inserted, Split
-from m4_radix_cache.mem_cache.eviction import STRATEGIES, EvictionHeap
-from m4_radix_cache.mem_cache.radix_key import RadixKey
+from m4_radix_cache.mem_cache.eviction import STRATEGIES, EvictionHeap, EvictionStrategy
+from m4_radix_cache.mem_cache.radix_key import (
+    TOKEN_BYTES,  # noqa: F401 - for you
+    RadixKey,
+)
 from m4_radix_cache.mem_cache.tree_node import Edge, TreeNode
 
 
@@ -29,12 +34,16 @@ class GivenTree(BasePrefixCache):
     `page_key_bytes` is the size of a page in bytes of a key.
     """
 
+    strategies: ClassVar[Mapping[str, EvictionStrategy]] = STRATEGIES
+    """From a node to its rank, by the name of the policy. A subclass may have others, if its
+    `eviction_policies` names them, too."""
+
     def _start_empty(self) -> None:
         """Make the cache empty. Called at the start and by `reset`."""
         self.root: Any = TreeNode(0, None, edge=b"", key=b"", value=NO_SLOTS, lock_ref=1)  # it is never evicted
         self.time = 0
         """Number of lookups so far."""
-        self.candidates = EvictionHeap(STRATEGIES[self.eviction_policy])
+        self.candidates = EvictionHeap(self.strategies[self.eviction_policy])
         """For unlocked leaves: `push`, `discard`, `pop`. A candidate whose rank changes must be pushed again; the
         `entry` of a node is None if it is no candidate."""
         self._num_nodes_ever = 0
@@ -86,6 +95,9 @@ class MyRadixCache(GivenTree):
     `children` are your choice, as long as it finds a child by its first page. `key.data` has the tokens of a
     `RadixKey` as bytes, 4 each (`TOKEN_BYTES`), and `key.token_ids(start, end)` as a list. Tokens are the same only in
     the same namespace, `key.extra_key`.
+
+    `new_node` sets `edge` of a node to its key among the `children` of its parent. Only your own methods read it. If
+    they do, set it again when a node gets another parent or another first page.
     """
 
     def match_prefix(self, key: RadixKey, max_len: int | None = None) -> MatchResult:
@@ -103,7 +115,9 @@ class MyRadixCache(GivenTree):
         Return how many of them were cached already. Of these the tree keeps the slots that it has, and those in `value`
         still belong to the caller. The rest becomes one new leaf, with a copy of its slots; it is a candidate, and the
         node above it is none. An insert is a lookup, too: it splits, and sets access times. Every node on the path, new
-        or not, has at least this `priority` afterwards. Without tokens return 0; otherwise end with
+        or not, has at least this `priority` afterwards. The lower half of a node that was split is not on the path.
+
+        Without tokens no node is on the path: none is used, and 0 is returned. Otherwise end with
         `return self.was_inserted(...)`.
         """
         raise NotImplementedError
@@ -112,7 +126,10 @@ class MyRadixCache(GivenTree):
         """Divide `node`: the first `num_bytes` of its key go to a new node above it, which is returned.
 
         A request may hold `node` as its handle, with a lock that it will remove later. So the old object keeps the
-        tail, and stands for the whole path as before. The new one has as many locks and hits and the same priority.
+        tail, and stands for the whole path as before. The new one has as many locks and hits and the same priority. Its
+        `creation_time` is your choice: the present time, which `new_node` sets, or that of the old one. The access time
+        of the tail is your choice, too: it stays, or is that of the lookup, which has used a part of the node.
+
         End with `self.was_split(upper, node, rid)`; `rid` is `key.rid` of the lookup. It is called by your own methods
         only.
         """
@@ -141,9 +158,11 @@ class MyRadixCache(GivenTree):
     def evict(self, num_tokens: int, rids: Sequence[str] = ()) -> int:
         """Free whole leaves without a lock until at least `num_tokens` are free, or no such leaf is left.
 
-        The leaf with the smallest rank goes first: `STRATEGIES[self.eviction_policy](node)`; `self.candidates` pops
-        them in this order. A node that has lost its last child is a leaf, and may be next; the root stays. Return the
-        number of freed tokens, 0 if there are none; otherwise end with
+        The leaf with the smallest rank goes first: `self.strategies[self.eviction_policy](node)`; `self.candidates`
+        pops them in this order. A node that has lost its last child is a leaf, and may be next; the root stays. Nobody
+        reads the `parent` of an evicted node: it may be None, or stay as it is.
+
+        Return the number of freed tokens, 0 if there are none; otherwise end with
         `return self._evicted(num_tokens, rids, slots, nodes, freed)`, which frees the pages: `slots` are those of all
         evicted nodes in one array, `nodes` is a list of (id, number of tokens), and `freed` the number of tokens.
         """

@@ -3,7 +3,8 @@
 Behind each new token of a request stands a row of logits of the target, the large model. A draft is a guess of what
 such a row gives. A certain draft is compared with the target's token. But two draws from the same distribution are
 seldom equal, so a draft that was drawn is accepted by chance, as often as is right: then every token has exactly the
-distribution of the target, however bad the draft model is. You write two functions; the class below calls them.
+distribution of the target, however bad the draft model is. You write two functions; the class below calls them. The
+lesson calls a draft a guess.
 
     cp starters/rejection_sampler.py my_rejection.py
     pytest --part rejection_sampler=my_rejection.py:MyRejectionSampler
@@ -11,6 +12,7 @@ distribution of the target, however bad the draft model is. You write two functi
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +71,19 @@ def decide(p: Tensor, q: Tensor, drafts: Sequence[int], seeds: Sequence[int], po
     raise NotImplementedError
 
 
+def must_be_tokens(answer: Any, num_drafts: int) -> None:
+    """Given: raise `TypeError` unless `decide` has returned a list with an int for each draft."""
+    if not isinstance(answer, list):
+        got = type(answer).__name__
+    elif others := [each for each in answer if not isinstance(each, int | np.integer)]:
+        got = f"a list with a {type(others[0]).__name__}"
+    elif len(answer) != num_drafts:
+        got = f"{len(answer):,} for {num_drafts:,} drafts"
+    else:
+        return
+    raise TypeError(f"decide() returns a list of ints, one for each draft; got {got}")
+
+
 class MyRejectionSampler(RejectionSampler):
     """Given: runs the sampler once for all rows of a step, and asks your functions for each request.
 
@@ -111,6 +126,7 @@ class MyRejectionSampler(RejectionSampler):
         p, q = distribution(logits, metadata)[drawn.rows], drafts.probs[drawn.numbers]
         positions = (info.positions[drawn.owners] + np.array(drawn.offsets)).tolist()
         verified = decide(p, q, drawn.token_ids, [info.seeds[owner] for owner in drawn.owners], positions)
+        must_be_tokens(verified, len(drawn.rows))
         token_ids = torch.tensor(chosen.token_ids)
         token_ids[drawn.rows] = torch.tensor(verified)
         changed = [row for row in drawn.rows if int(token_ids[row]) != chosen.token_ids[row]]

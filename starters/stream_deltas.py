@@ -14,7 +14,7 @@ from typing import Any
 
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
-from m7_serving.openai.deltas import Delta
+from m7_serving.openai.deltas import FAILED, Delta  # noqa: F401 - for you
 from m7_serving.openai.usage import usage
 
 
@@ -32,21 +32,27 @@ class MyDeltas:
         `output.outputs`.
 
         `prompt` is the index of the prompt in the call. `output.outputs` has a `CompletionOutput` for each choice of
-        the prompt, with its `index` (0 to `params.n` - 1), and with `text`, `token_ids` and `logprobs` so far. Between
-        two calls any number of outputs may have been skipped.
+        the prompt, in any order, with its `index` (0 to `params.n` - 1), and with `text`, `token_ids` (a tuple) and
+        `logprobs` (a tuple with a row for each token, or None) so far. Between two calls any number of outputs may have
+        been skipped.
 
         Set `outputs[prompt]` to this output first, whatever it has. Then:
 
         - If `params.prompt_logprobs` is not None, yield nothing before `output.prompt_logprobs` has an entry for each
           of `output.prompt_token_ids`. It may be shorter before. The first delta has all that has waited.
         - A choice that has ended in an earlier delta has no delta any more, although `output.outputs` contains it.
-        - A choice whose `finish_reason` is `abort` or `error` (`FAILED` in `m7_serving.openai.deltas`) has no delta.
+        - A choice whose `finish_reason` is `abort` or `error` (the two in `FAILED`) has no delta.
         - Every other choice has one delta, also if nothing is new.
 
-        The fields of a delta: `choice`, which is `prompt * params.n + index`; `prompt`; `output`; `is_first`, true in
-        the first delta of the choice, even if it is empty; `text` and `token_ids`, the characters and the tokens that
-        no delta of this choice had before; `logprobs`, the rows of these tokens, or None if the choice has None; and
-        `finish_reason` and `stop_reason` of the choice.
+        The fields of a delta, in this order:
+
+        - `choice: int`: `prompt * params.n + index`
+        - `prompt: int` and `output: RequestOutput`: the arguments
+        - `is_first: bool`: true in the first delta of the choice, even if it is empty
+        - `text: str` and `token_ids: tuple[int, ...]`: what no delta of this choice had before
+        - `logprobs: tuple[TokenLogprobs, ...] | None`: the rows of these tokens, `()` if no token is new; None if the
+          `logprobs` of the choice are None, and only then
+        - `finish_reason: str | None` and `stop_reason: int | str | None`: those of the choice
         """
         raise NotImplementedError
 

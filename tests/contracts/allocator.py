@@ -39,9 +39,11 @@ class Pool:
         self.letters: dict[int, str] = {}
 
     def named(self, slots: Any) -> Any:
-        """The slots as letters and offsets."""
+        """The slots as letters and offsets; None as it is, and of anything else what it is."""
+        if slots is None:
+            return None
         if not isinstance(slots, np.ndarray):
-            return slots
+            return f"a {type(slots).__name__}, not an int64 array"
         if slots.dtype != np.int64 or slots.ndim != 1:
             return f"an array {slots.dtype} {list(slots.shape)}"
         return " ".join(self.name_of(slot) for slot in slots.tolist())
@@ -259,6 +261,22 @@ def test_a_wrong_free_changes_nothing(part: Any) -> None:
             raise Broken(f"{TO_FREE}{what}", "PoolError", "no error", "See the behaviour before this one.")
 
 
+def test_a_negative_slot_is_an_error(part: Any) -> None:
+    """`free` of a negative slot raises `PoolError` and changes nothing, also if all pages are in use."""
+    hint = "No slot is negative, but a negative index of an array counts from its end: -1 is the last page."
+    for more in (0, 1):
+        pool = Pool(part, num_pages=3)
+        slots = pool.allocator.alloc(12)
+        wrong = ints(*slots[:more], -1)
+        on = f"size=12, page_size=4; alloc(12): all pages are in use; free {'A0 and ' * more}slot -1"
+        try:
+            pool.allocator.free(wrong)
+        except PoolError:
+            same(pool.state(), state(0, 3), on=on, hint=hint)
+        else:
+            raise Broken(on, "PoolError", "no error", hint)
+
+
 TO_FREE = "size=20, page_size=4; pages A, B and C are handed out, and A is freed; free "
 
 
@@ -365,7 +383,7 @@ class TokenByToken:
         if needed > num_free:
             return same(slots, None, on=f"{self.history()}: {needed} pages are needed, {num_free} are free")
         if not isinstance(slots, np.ndarray) or len(slots) != sum(more):
-            raise Broken(self.history(), f"{sum(more)} slots", slots)
+            raise Broken(self.history(), f"{sum(more)} slots", self.pool.named(slots))
         left, owned = slots.tolist(), self.owned()
         for number, count in zip(numbers, more, strict=True):
             for slot in left[:count]:

@@ -339,3 +339,21 @@ def _why_not_loaded(path: Path, error: BaseException) -> str:
         case _:
             why = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
     return f"{path.name}{f', line {line}' if line else ''}: {why}"
+
+
+def refusal(part: Part, solution: Any, name: str) -> str:
+    """Return why a solution with this name cannot take the part's place, or an empty text. A function that makes an
+    object may stand for a class, as in `LLMEngine(parts=...)`."""
+    wanted, got = kind_of(part.reference), kind_of(solution)
+    makes_objects = wanted == "a class" and callable(solution)
+    is_right = got == wanted or makes_objects or not callable(part.reference)
+    return "" if is_right else f"{part.name} is {wanted}, and {name} is {got}"
+
+
+def kind_of(value: Any) -> str:
+    """Return what a part is, in words."""
+    if isinstance(value, type):
+        return "a class"
+    if not callable(value):
+        return f"of type {type(value).__name__}, and cannot be called"
+    return "a Triton kernel" if type(value).__module__.startswith("triton.") else "a function"

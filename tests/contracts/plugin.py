@@ -26,6 +26,7 @@ from tests.contracts.part import (
     explained,
     found,
     loaded,
+    refusal,
     sentence,
     substitute,
     time_limit,
@@ -82,7 +83,10 @@ def chosen_by(named: str) -> tuple[Part, Any]:
         close = get_close_matches(name.replace(" ", "_"), parts, 1)
         guess = f": did you mean {close[0]}?" if close else f"; there are {', '.join(parts)}"
         raise LookupError(f"--part NAME=FILE.py:CLASS: there is no part {name!r}{guess}")
-    return part, loaded(where, f"--part {part.name}=my_file.py:{part.starter}")
+    solution = loaded(where, f"--part {part.name}=my_file.py:{part.starter}")
+    if problem := refusal(part, solution, where.rpartition(":")[2]):
+        raise LookupError(problem)
+    return part, solution
 
 
 @pytest.fixture(scope="session")

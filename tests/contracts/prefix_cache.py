@@ -252,6 +252,15 @@ def test_the_least_recently_used_leaf_goes_first(part: Any) -> None:
     )
     same(sizes(cache), sized(4, 0), on=f"{on}evict(1), evict(5): the sizes", hint=hint)
 
+    cache = cache_of(part)
+    for text in ("AAAA", "BBBB"):
+        put(cache, text)
+    cache.insert(key_of("AAAA"), slots_of())
+    cache.evict(1)
+    on = "insert AAAA, BBBB; insert AAAA with no slots; evict(1)"
+    hint = "The path has the first len(value) tokens of the key. Without any, no node is on its path, and none is used."
+    same(cached(cache, "AAAA", "BBBB"), [0, 4], on=on, hint=hint)
+
 
 def test_ends_go_before_beginnings(part: Any) -> None:
     """A node with children stays until they are gone, and then goes like any other leaf."""
@@ -306,7 +315,7 @@ def test_the_policy_names_who_goes(part: Any) -> None:
         put(cache, text)
     found(cache, "AAAA")
     cache.evict(1)
-    hint = "Of fifo the oldest node goes first, used or not: ask STRATEGIES[self.eviction_policy]."
+    hint = "Of fifo the oldest node goes first, used or not: the rank is that of self.eviction_policy."
     same(cached(cache, "AAAA", "BBBB"), [0, 4], on="fifo: insert AAAA, BBBB; match AAAA; evict(1)", hint=hint)
     check_hits(part)
     check_priorities(part)
@@ -365,6 +374,28 @@ def check_priorities(part: Any) -> None:
     hint = "An insert raises the priority of the nodes on its path to its own, if that is higher."
     on = f"{on}; insert EEEE with 3, AAAA with 4, AAAA with 1; evict(4)"
     same(cached(cache, "AAAA", "EEEE"), [4, 0], on=on, hint=hint)
+    check_priorities_of_a_path(part)
+
+
+def check_priorities_of_a_path(part: Any) -> None:
+    """By priority, of nodes with others below them."""
+    cache = cache_of(part, "priority")
+    for text, priority in (("AAAA", 1), ("AAAABBBB", 5), ("DDDD", 6)):
+        put(cache, text, priority=priority)
+    cache.evict(4)
+    put(cache, "CCCC", priority=3)
+    cache.evict(4)
+    on = "priority: insert AAAA with 1, AAAABBBB with 5, DDDD with 6; evict(4); insert CCCC with 3; evict(4)"
+    hint = "An insert raises the priority of all nodes on its path: AAAA has 5 since AAAABBBB came."
+    same(cached(cache, "AAAA", "CCCC", "DDDD"), [4, 0, 4], on=on, hint=hint)
+
+    cache = cache_of(part, "priority")
+    for text, priority in (("AAAABBBB", 1), ("AAAA", 5), ("CCCC", 3)):
+        put(cache, text, priority=priority)
+    cache.evict(4)
+    on = "priority: insert AAAABBBB with 1, AAAA with 5, CCCC with 3; evict(4)"
+    hint = "AAAA was a part of a node: of the two halves the tail is not on the path, so that BBBB still has 1."
+    same(cached(cache, "AAAABBBB", "CCCC"), [4, 4], on=on, hint=hint)
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------

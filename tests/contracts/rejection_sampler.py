@@ -86,6 +86,16 @@ def drawn(
     return verified(part, info, logits, drafts, probs).sampled_token_ids
 
 
+def same_runs(got: Sequence[list[int]], expected: Sequence[list[int]], *, on: str, hint: str) -> None:
+    """Compare the tokens of many requests, and show those of the first three that differ."""
+    runs = dict(enumerate(got))
+    differ = [number for number, run in enumerate(expected) if runs.get(number) != run]
+    first = differ[:3]
+    shown = f"the tokens of the first {len(first)} of {len(differ)} requests that differ"
+    wanted = {number: expected[number] for number in first}
+    same({number: runs.get(number) for number in first}, wanted, on=f"{on}; {shown}", hint=hint)
+
+
 def from_q(q: Sequence[float], number: int) -> list[list[int]]:
     """One draft for each of many requests, in the shares of `q`."""
     counts = [round(share * number) for share in q]
@@ -227,7 +237,7 @@ def test_other_requests_change_nothing(part: Any) -> None:
     drafts = from_q(Q, 40)
     together = drawn(part, drafts, [P, NEXT], [Q])
     hint = "Use draws(seeds, positions, stream): a generator's numbers depend on the draws before."
-    same(drawn(part, drafts, [P, NEXT], [Q]), together, on="40 requests, twice the same step", hint=hint)
+    same_runs(drawn(part, drafts, [P, NEXT], [Q]), together, on="40 requests, twice the same step", hint=hint)
     for number in (0, 17, 39):
         alone = drawn(part, drafts[number : number + 1], [P, NEXT], [Q], first_seed=number)
         same(alone, together[number : number + 1], on=f"request {number} of 40 with drafts, alone in a step", hint=hint)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -105,6 +106,15 @@ def test_a_delta_has_what_is_new(part: Any) -> None:
     hint = "An output has everything so far: what was sent before is cut off."
     stream.check(0, Said("abcd", 4), deltas=[{"text": "cd", "token_ids": (102, 103)}], hint=hint)
     stream.check(0, Said("abcde", 5), deltas=[{"text": "e", "token_ids": (104,)}], hint=hint)
+    newest = stream.output((Said("abcdef", 6),))
+    are_newest = [delta.output is newest for delta in stream.deltas.of(0, newest)]
+    on = "is the delta's `output` the last one?"
+    same(
+        are_newest,
+        [True],
+        on=f"{stream.on}; of(0: 'abcdef' of 6 tokens); {on}",
+        hint="It is the output that the delta was made of.",
+    )
 
 
 def test_a_slow_reader_misses_nothing(part: Any) -> None:
@@ -149,17 +159,32 @@ def test_choices_have_numbers_of_their_own(part: Any) -> None:
     hint = "What was sent of one choice says nothing about another one."
     fields = [{"choice": 0, "prompt": 0, "text": "c"}, {"choice": 1, "prompt": 0, "text": "v"}]
     stream.check(0, Said("abc", 3), Said("uv", 2), deltas=fields, hint=hint)
+    check_other_order(part)
+
+
+def check_other_order(part: Any) -> None:
+    """The choices of an output may come in any order."""
+    stream = Stream(part, n=2)
+    said = Said("ab", 2), Said("u", 1)
+    output = stream.output(said)
+    output = replace(output, outputs=output.outputs[::-1])
+    got = [(delta.choice, delta.text) for delta in stream.deltas.of(0, output)]
+    on = f"{stream.on}; of(0: index 1 {said[1]}; index 0 {said[0]}): choice and text"
+    hint = "The number of a choice is made of the `index` of its output, not its place in the output."
+    same(got, [(1, "u"), (0, "ab")], on=on, hint=hint)
 
 
 def test_log_probabilities_are_those_of_the_new_tokens(part: Any) -> None:
-    """`logprobs` has the rows of the new tokens, and is None if the output has none."""
+    """`logprobs` has the rows of the new tokens, and is None if the choice has None, and only then."""
     stream = Stream(part, logprobs=0)
     stream.of(0, Said("ab", 2))
     wanted = Said("abcd", 4).completion(0, True).logprobs
     assert wanted is not None
     hint = "There is a row for each token, so they are cut where the tokens are."
     stream.check(0, Said("abcd", 4), deltas=[{"token_ids": (102, 103), "logprobs": wanted[2:]}], hint=hint)
-    hint = "None means that nobody asked for them; an empty tuple would mean that there are no new tokens."
+    hint = "An empty tuple means that no token is new, and None that nobody asked for rows."
+    stream.check(0, Said("abcd ef", 4), deltas=[{"text": " ef", "token_ids": (), "logprobs": ()}], hint=hint)
+    hint = "None means that nobody asked for rows; an empty tuple would mean that no token is new."
     Stream(part).check(0, Said("ab", 2), deltas=[{"token_ids": (100, 101), "logprobs": None}], hint=hint)
 
 
@@ -206,19 +231,18 @@ def test_deltas_wait_for_the_rows_of_the_prompt(part: Any) -> None:
 def test_the_newest_output_of_each_prompt_is_kept(part: Any) -> None:
     """`outputs` has the newest output of each prompt, by its index, also if it has given no delta."""
     stream = Stream(part, prompt_logprobs=0)
-    newest = stream.output((Said("ab", 2),), num_rows=1)
-    other = stream.output((Said("u", 1),))
-    list(stream.deltas.of(0, stream.output((Said("a", 1),), num_rows=1)))
-    list(stream.deltas.of(1, other))
-    list(stream.deltas.of(0, newest))
-    on = "two outputs of prompt 0, without all rows of the prompt, and one of prompt 1; the newest outputs"
+    given = {
+        "the first of prompt 0": (0, stream.output((Said("a", 1),), num_rows=1)),
+        "that of prompt 1": (1, stream.output((Said("u", 1),))),
+        "the second of prompt 0": (0, stream.output((Said("ab", 2),), num_rows=1)),
+    }
+    for prompt, output in given.values():
+        list(stream.deltas.of(prompt, output))
+    names = {id(output): name for name, (_, output) in given.items()}
+    got = {prompt: names.get(id(output), "another output") for prompt, output in stream.deltas.outputs.items()}
+    on = "two outputs of prompt 0, without all rows of the prompt, and between them one of prompt 1; `outputs`"
     hint = "The usage is counted from them: set the entry before anything else."
-    same(
-        {prompt: each is newest for prompt, each in stream.deltas.outputs.items()},
-        {0: True, 1: False},
-        on=on,
-        hint=hint,
-    )
+    same(got, {0: "the second of prompt 0", 1: "that of prompt 1"}, on=on, hint=hint)
     usage = stream.deltas.usage()
     counts = usage["prompt_tokens"], usage["completion_tokens"]
     same(counts, (6, 3), on=f"{on}; the tokens of prompts and completions", hint=hint)

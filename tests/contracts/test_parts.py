@@ -25,7 +25,9 @@ from tests.contracts.part import (
     found,
     function_of,
     grade,
+    kind_of,
     loaded,
+    refusal,
     substituted,
 )
 from tests.contracts.plugin import ENGINE_TEST, chosen_by, verdict
@@ -66,6 +68,26 @@ def test_a_mistake_gets_its_hint(name: str, number: int) -> None:
 @by_part
 def test_there_are_three_mistakes_at_least(part: Part) -> None:
     assert len(WRONG[part.name]) >= 3
+
+
+@by_part
+def test_a_solution_of_the_right_kind_is_taken(part: Part) -> None:
+    for solution in (part.reference, starter_of(part), *(wrong for wrong, _ in WRONG[part.name])):
+        assert refusal(part, solution, "mine") == ""
+
+
+@by_part
+def test_a_solution_of_another_kind_is_refused(part: Part) -> None:
+    """A class takes the place of no function. A function that makes an object may take the place of a class."""
+
+    def make(**arguments: Any) -> None: ...
+
+    wanted = kind_of(part.reference)
+    for_a_class, for_a_function = refusal(part, Part, "Mine"), refusal(part, make, "make")
+    assert for_a_class == ("" if wanted == "a class" else f"{part.name} is {wanted}, and Mine is a class")
+    assert bool(for_a_function) == (part.name == "store_kv")
+    expected = f"{part.name} is {wanted}, and TABLE is of type dict, and cannot be called"
+    assert refusal(part, {}, "TABLE") == expected
 
 
 @by_part
@@ -166,6 +188,7 @@ WRONGLY_NAMED = [
     ("eviction_heap=FOLDER/raises.py:A", "raises.py, line 2: ModuleNotFoundError: No module named 'nothing_here'"),
     ("m4_radix_cache.nothing:A=FOLDER/mine.py:Other", "m4_radix_cache.nothing:A: No module named"),
     (f"{TARGET}s=FOLDER/mine.py:Other", "there is no 'EvictionHeaps' in"),
+    ("image_key=FOLDER/mine.py:Other", "image_key is a function, and Other is a class"),
 ]
 FILES = {
     "mine": f"{HEAP}\nclass Other: pass",

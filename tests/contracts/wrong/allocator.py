@@ -137,6 +137,29 @@ class OnlyPagesAreChecked(TokenToKVPoolAllocator):
         super()._check(np.unique(slots))
 
 
+class FreesFromTheEnd(TokenToKVPoolAllocator):
+    """A negative slot is looked up from the end of the array of pages, so it frees the last one."""
+
+    def _check(self, slots: Slots) -> None:
+        super()._check(np.where(slots < 0, slots % ((self.num_pages + 1) * self.page_size), slots))
+
+
+class ReturnsLists(TokenToKVPoolAllocator):
+    """Slots are handed out as a list."""
+
+    def alloc(self, num_tokens: int) -> Any:
+        slots = super().alloc(num_tokens)
+        return None if slots is None else slots.tolist()
+
+
+class RefusesNoSlots(TokenToKVPoolAllocator):
+    """A free of no slots is an error."""
+
+    def free(self, slots: Slots) -> None:
+        slots.min()
+        super().free(slots)
+
+
 WRONG = [
     (ChecksWhileItFrees, "Check all slots before you free"),
     (HandsOutPage0, "The pages are 1 to num_pages"),
@@ -151,4 +174,7 @@ WRONG = [
     (CountsTokens, "whose number is a multiple of the page size"),
     (ChecksNothing, "gives one page to two owners"),
     (OnlyPagesAreChecked, "gives one page to two owners"),
+    (FreesFromTheEnd, "a negative index of an array counts from its end"),
+    (ReturnsLists, "a list, not an int64 array"),
+    (RefusesNoSlots, "zero-size array"),
 ]

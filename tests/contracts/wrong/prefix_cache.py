@@ -159,6 +159,38 @@ class OldPriority(RadixCache):
         return super()._walk(key, end, 0)
 
 
+class RaisesTheLastNode(RadixCache):
+    """An insert raises the priority of the node at which it ends, and of none above it."""
+
+    def _insert(self, key: Any, value: Any, priority: int) -> Any:
+        existing, leaf = super()._insert(key, value, 0)
+        leaf.priority = max(leaf.priority, priority)
+        self._touched(leaf)
+        return existing, leaf
+
+
+class RaisesTheTail(RadixCache):
+    """The priority is raised before a node is split."""
+
+    priority = 0
+
+    def _walk(self, key: Any, end: int, priority: int) -> Any:
+        self.priority = priority
+        return super()._walk(key, end, priority)
+
+    def _split(self, node: Any, num_bytes: int, rid: str | None) -> Any:
+        node.priority = max(node.priority, self.priority)
+        return super()._split(node, num_bytes, rid)
+
+
+class NothingIsAUse(RadixCache):
+    """An insert looks its whole key up, with or without tokens to insert."""
+
+    def insert(self, key: Any, value: Any, priority: int = 0) -> int:
+        self.match_prefix(key)
+        return super().insert(key, value, priority)
+
+
 WRONG = [
     (NewObjectKeepsTheTail, "the old object keeps the tail"),
     (PartsOfPages, "A page belongs to a match as a whole"),
@@ -173,4 +205,7 @@ WRONG = [
     (CountsNoHits, "record_hit adds a hit"),
     (UnlockedLeavesAreForgotten, "After the last unlock a leaf is a candidate again"),
     (OldPriority, "An insert raises the priority"),
+    (RaisesTheLastNode, "of all nodes on its path"),
+    (RaisesTheTail, "the tail is not on the path"),
+    (NothingIsAUse, "no node is on its path"),
 ]

@@ -1,7 +1,8 @@
 """Typical mistakes in the verification of drafts, each with the hint that it must get."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from runpy import run_path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from m1_single_request.draws import draws
 from m1_single_request.errors import ForwardError
-from m1_single_request.sampler import SamplerOutput, draw, impossible_row, not_finite
+from m1_single_request.sampler import Sampler, SamplerOutput, draw, impossible_row, not_finite
+from m1_single_request.tracer import Tracer
 from m5_chunked_prefill_spec.speculative.rejection_sampler import (
     ACCEPT_STREAM,
     REPLACE_STREAM,
@@ -19,6 +21,7 @@ from m5_chunked_prefill_spec.speculative.rejection_sampler import (
     drawn_drafts,
 )
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
+from tests.contracts.part import STARTERS
 
 
 class Deciding(RejectionSampler):
@@ -172,6 +175,14 @@ class ForgetsRounding(Deciding):
         return (p - q).clamp(min=0)
 
 
+def written(decide: Callable[..., Any]) -> Any:
+    """The starter's class, as if a learner had written `accepted` and this function."""
+    starter = run_path(str(STARTERS / "rejection_sampler.py"))["MyRejectionSampler"]
+    own = Deciding(sampler=Sampler(), token_text=str, tracer=Tracer())
+    starter._reject.__globals__.update(accepted=own.accepted, decide=lambda *args: decide(own.decide(*args)))
+    return starter
+
+
 WRONG = [
     (AddsNoToken, "one token more than there are drafts"),
     (KeepsTheWrongDraft, "stands in place of the first wrong draft"),
@@ -185,4 +196,7 @@ WRONG = [
     (ForgetsPositions, "with the same numbers for both"),
     (HasAGenerator, "a generator's numbers depend on the draws before"),
     (ForgetsRounding, "draw from p"),
+    (written(torch.tensor), "decide() returns a list of ints, one for each draft; got Tensor"),
+    (written(lambda tokens: tokens[:-1]), "one for each draft; got 299 for 300 drafts"),
+    (written(lambda tokens: list(map(float, tokens))), "one for each draft; got a list with a float"),
 ]

@@ -1,6 +1,7 @@
 """Typical mistakes in deltas, each with the hint that it must get."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 from m1_single_request.outputs import CompletionOutput, RequestOutput
@@ -110,6 +111,36 @@ class SharedByAllCalls(Deltas):
         self._sent = self.sent
 
 
+class NoRowsAreNone(Deltas):
+    """Without new tokens there are no rows, so None."""
+
+    def of(self, prompt: int, output: RequestOutput) -> Iterator[Delta]:
+        for delta in super().of(prompt, output):
+            yield delta._replace(logprobs=delta.logprobs or None)
+
+
+class CountsPlaces(Deltas):
+    """The number of a choice is its place in the output."""
+
+    def of(self, prompt: int, output: RequestOutput) -> Iterator[Delta]:
+        placed = tuple(replace(each, index=place) for place, each in enumerate(output.outputs))
+        deltas = list(super().of(prompt, replace(output, outputs=placed)))
+        self.outputs[prompt] = output
+        yield from (delta._replace(output=output) for delta in deltas)
+
+
+class KeepsTheFirstOutput(Deltas):
+    """Every delta names the first output of its prompt."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        super().__init__(params)
+        self.firsts: dict[int, RequestOutput] = {}
+
+    def of(self, prompt: int, output: RequestOutput) -> Iterator[Delta]:
+        first = self.firsts.setdefault(prompt, output)
+        yield from (delta._replace(output=first) for delta in super().of(prompt, output))
+
+
 WRONG = [
     (SendsAll, "what was sent before is cut off"),
     (OneCount, "there are two counts"),
@@ -121,4 +152,7 @@ WRONG = [
     (DoesNotWait, "so it has to wait"),
     (CountsLate, "set the entry before anything else"),
     (SharedByAllCalls, "This is another call"),
+    (NoRowsAreNone, "An empty tuple means that no token is new"),
+    (CountsPlaces, "not its place in the output"),
+    (KeepsTheFirstOutput, "the output that the delta was made of"),
 ]
