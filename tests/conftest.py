@@ -73,7 +73,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported: how many examples hypothesis makes, and that only a learner's part is recorded."""
     settings.load_profile("all" if wants_all(config) else "few")
-    if not config.getoption("--part"):
+    if not config.getoption("--part", None):
         os.environ["STEPWISE_PROGRESS"] = ""
 
 

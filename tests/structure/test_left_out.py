@@ -37,7 +37,6 @@ def test_ctrl_c():
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Run these tests as this checkout runs its own, in this process."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for workers, which import the plugins of conftest.py
     monkeypatch.delitem(sys.modules, "tests.conftest", raising=False)  # so that it is read once more
     pytester.mkdir("tests")
     shutil.copy(ROOT / "tests/conftest.py", pytester.path / "tests")
