@@ -314,6 +314,15 @@ def decision(before: dict[str, Any], lens: dict[str, int], max_num_seqs: int, bu
     return counts | dict.fromkeys(others[:room], 1)
 
 
+def told(before: dict[str, Any], lens: dict[str, int]) -> str:
+    """What a learner may know before a step."""
+    waiting = ", ".join(f"{rid} ({lens[rid]} tokens)" for rid in before["waiting"]) or "nobody"
+    running, left_out = (", ".join(before[name]) or "nobody" for name in ("running", "left_out"))
+    marked = before["num_running"] - len(before["running"])
+    more = f", and {marked} that will end" if marked else ""
+    return f"Before this step there run {running}{more}; left out of the last step: {left_out}; there wait {waiting}."
+
+
 def test_any_traffic_is_served_by_the_rules(part: Any) -> None:
     """Whatever arrives, ends, fails and is aborted: every decision is that of the rules, and nothing is left."""
     rng = Random(1)
@@ -339,7 +348,7 @@ def test_any_traffic_is_served_by_the_rules(part: Any) -> None:
             late = rng.choice([*scheduler.requests]) if scheduler.requests and rng.random() < 0.1 else ""
             failing = [rid for rid in expected if rng.random() < 0.03]
             step = run.step(abort=late, failing=failing, crash=rng.random() < 0.03)
-            run.same(step.counts, expected, "the tokens of the last step")
+            run.same(step.counts, expected, "the tokens of the last step", told(before, lens))
             left_out = [rid for rid in before["running"] if rid not in expected]
         run.done.append("steps until all have ended")
         with run.judged():
