@@ -132,26 +132,6 @@ def test_answers_belong_to_the_caller(part: Any) -> None:
     same(got, ({"a": [0]}, [0]), on=on, hint=hint)
 
 
-def test_requests_run_to_their_end(part: Any) -> None:
-    """With the scheduler of m2 and a model that is a rule, every request ends with its own tokens."""
-    rng = Random(1)
-    for _ in range(5):
-        bed = make_bed(max_num_seqs=rng.choice((1, 2, 3)), max_model_len=SLOT_LEN, kv_manager_class=part)
-        try:
-            for _ in range(14):
-                if rng.random() < 0.6:
-                    bed.add(rng.randrange(1, 12), max_tokens=rng.randrange(1, 6))
-                bed.step()
-            bed.drain(limit=200)
-        except AssertionError as error:
-            if isinstance(error, Broken):
-                raise
-            got = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-            on = f"{len(bed.requests)} requests, {len(bed.steps)} steps; in the last one"
-            hint = "The test-bed reads all decisions, and what stands in each slot. The last behaviour names the call."
-            raise Broken(on, "each running request has a slot of its own", got, hint) from error
-
-
 def test_it_is_right_after_many_changes(part: Any) -> None:
     """After any reservations and releases each slot has at most one owner, and the lowest free one is given."""
     rng = Random(1)
@@ -180,3 +160,23 @@ def test_it_is_right_after_many_changes(part: Any) -> None:
             on = "; ".join([done[0], "...", *done[1:][-8:]])
             owned = {owner: [slot] for owner, slot in owners.items()}
             same(dict(manager.owned()), owned, on=f"{on}; owned()", hint=hint)
+
+
+def test_requests_run_to_their_end(part: Any) -> None:
+    """With the scheduler of m2 and a model that is a rule, every request ends with its own tokens."""
+    rng = Random(1)
+    for _ in range(5):
+        bed = make_bed(max_num_seqs=rng.choice((1, 2, 3)), max_model_len=SLOT_LEN, kv_manager_class=part)
+        try:
+            for _ in range(14):
+                if rng.random() < 0.6:
+                    bed.add(rng.randrange(1, 12), max_tokens=rng.randrange(1, 6))
+                bed.step()
+            bed.drain(limit=200)
+        except AssertionError as error:
+            if isinstance(error, Broken):
+                raise
+            got = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+            on = f"{len(bed.requests)} requests, {len(bed.steps)} steps; in the last one"
+            hint = "The test-bed reads all decisions, and what stands in each slot. The behaviours before name a call."
+            raise Broken(on, "each running request has a slot of its own", got, hint) from error
