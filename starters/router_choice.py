@@ -36,9 +36,8 @@ def my_route(self: Router, req: Req) -> None:
     Choose of each role, in this order:
 
     1. an engine that the latest attempt at this request did not have, neither as its prefill engine nor as its decode
-       engine, if there is one. `self.latest.get(req.rid)` is
-       that attempt, with the names `prefill` and `decode` of its engines; None for a new request. Attempts before the
-       latest one do not count;
+       engine, if there is one. `self.latest.get(req.rid)` is that attempt, with the names `prefill` and `decode` of
+       its engines; None for a new request. Attempts before the latest one do not count;
     2. the engine with the fewest rooms;
     3. the engine whose name is smaller, compared as a text.
 
