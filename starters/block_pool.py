@@ -15,10 +15,12 @@ from m3_paged_attention.errors import OutOfBlocksError  # noqa: F401 - you raise
 
 
 class MyBlockPool:
-    """Pool of `num_blocks` blocks, with the ids `first_id`, `first_id + 1`, and so on.
+    """Pool of `num_blocks` blocks, with the ids `first_id`, `first_id + 1`, and so on. On the device the ids begin with
+    1, because padding is written to block 0: no request may get it. A pool of the host's blocks begins with 0.
 
     A block is free, or it is in use and has one holder or more. Free blocks are a queue: the block that was freed first
-    is allocated first.
+    is allocated first. (The engine needs no particular order: with a stack its answers are the same. This one is fixed
+    so that ids can be compared.)
 
     Other parts read the lists that you return and change them, for example as the block table of a request. So return
     new lists, and leave those that you get as they are.
@@ -54,8 +56,9 @@ class MyBlockPool:
     def share(self, block_ids: Iterable[int]) -> None:
         """Add one holder to each block; two to a block that is listed twice.
 
-        Raises `ValueError` for a block that is not in use: free, or not of this pool. Of the blocks before it in the
-        list nothing is asked then: such a call is a defect of the caller. The same holds for `free`.
+        Raises `ValueError` for a block that is not in use: free, or not of this pool. Such a call is a defect of the
+        caller. It changes nothing about this block; what becomes of the blocks before it in the list is not tested:
+        they may have a holder more, or not.
         """
         raise NotImplementedError
 
@@ -63,7 +66,8 @@ class MyBlockPool:
         """Remove one holder from each block; two from a block that is listed twice.
 
         Returns the blocks that are free now, in the order of `block_ids`. In this order they go to the end of the
-        queue. Raises `ValueError` for a block that is not in use; it is not added to the queue a second time.
+        queue. Raises `ValueError` for a block that is not in use; it is not added to the queue a second time. So
+        `allocate` changes nothing if it raises an error; `free`, like `share`, may have changed the blocks before.
         """
         raise NotImplementedError
 

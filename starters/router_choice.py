@@ -8,6 +8,9 @@ give up too early.
 
     cp starters/router_choice.py my_router.py
     pytest --part router_choice=my_router.py:my_route
+
+Read first what a router is: docs/m6_two_engines.md, "RouterCore and Router". Then what it does if an engine fails:
+docs/m6_failures.md, section 2.
 """
 
 import time
@@ -32,19 +35,20 @@ def my_route(self: Router, req: Req) -> None:
 
     Choose of each role, in this order:
 
-    1. an engine that the latest attempt at this request did not have, if there is one. `self.latest.get(req.rid)` is
-       that attempt, with the names `prefill` and `decode` of its engines; None for a new request. Attempts before the
-       latest one do not count;
+    1. an engine that the latest attempt at this request did not have, neither as its prefill engine nor as its decode
+       engine, if there is one. `self.latest.get(req.rid)` is that attempt, with the names `prefill` and `decode` of
+       its engines; None for a new request. Attempts before the latest one do not count;
     2. the engine with the fewest rooms;
     3. the engine whose name is smaller, compared as a text.
 
     With both engines, call `begin_attempt(self, req, prefill, decode)`. Without an engine of a needed role do not begin
-    an attempt. (If both roles are missing, ask for either of them first.)
+    an attempt. If both roles are missing, look at one of them only: both answers are right.
 
     - If `self.links.coming(role)` is true for the missing role, one will join: do nothing. The request is asked for
       again in the next step.
-    - If it is false, end the request with an `EngineLostError` (of `m6_multimodal_pd.errors`):
-      `self.finish_requests([req.rid], FinishError(error))`, with `FinishError` of `m1_single_request.request`.
+    - If it is false, end the request with an error, `EngineLostError("why")` of `m6_multimodal_pd.errors`:
+      `self.finish_requests([req.rid], FinishError(error))`, with `FinishError` of `m1_single_request.request`. Raise
+      nothing, because other requests can go on.
     """
     raise NotImplementedError
 

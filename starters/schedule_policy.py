@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.events import PolicyOrder
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES  # noqa: F401 - for you
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_policy import (
-    FEW_HIT_TOKENS,  # noqa: F401 - for you
+    FEW_HIT_TOKENS,  # noqa: F401
     MAX_WAITING_FOR_LPM,  # noqa: F401
     MIN_COMMON_TOKENS,  # noqa: F401
     Matches,
@@ -49,29 +50,37 @@ class MySchedulePolicy(GivenPolicy):
         self.tracer = tracer
 
     def calc_priority(self, waiting: Sequence[Req]) -> Order:
-        """Return `Order(ready, held_back)`: the requests to try in this round, in order, and those held back.
+        """Return `Order(ready: list[Req], held_back: list[Req])`: the requests to try in this round, in their order,
+        and those held back.
 
         Of a request: `number` is smaller for one that arrived earlier; `rid` is its id; `is_retracted`; `parent_id`;
-        and `key` has its tokens, in `key.data` as 4 bytes each, and its namespace, `key.extra_key`. `waiting` may be in
-        any order.
+        and `key` has its namespace, `key.extra_key`, and its tokens, in `key.data` as `TOKEN_BYTES` bytes each: compare
+        bytes, and round the number of common bytes down to whole tokens. `waiting` may be in any order.
 
         *The order.* Retracted requests come first, in order of arrival. `fcfs`: the others in order of arrival. `lpm`:
         those with more cached tokens first, of equal ones the earlier. The cached tokens of a request, its hit, are
-        those of `tree_cache.match_prefix(req.key, req.match_limit).device_indices`: a request uses at most
-        `match_limit` tokens of the cache, because the last one must be computed. If `tree_cache.disable`, or if more
-        than `MAX_WAITING_FOR_LPM` requests wait, `lpm` is `fcfs`. Under `fcfs` only siblings are looked up.
+        `len(tree_cache.match_prefix(req.key, req.match_limit).device_indices)`: a request uses at most `match_limit`
+        tokens of the cache, because the last one must be computed. If `tree_cache.disable`, or if more than
+        `MAX_WAITING_FOR_LPM` requests wait, `lpm` is `fcfs`.
 
-        *Held back.* Go through the requests in order of arrival, but the retracted ones first. One that is not
-        retracted is held back if it gains by that. Both of these must be so:
+        *Held back.* Go through the requests in order of arrival, but the retracted ones first. A retracted one is never
+        held back, and so computes its tokens in this round. Another one is held back if its hit is less than it can use
+        (`match_limit`, rounded down to whole pages of `tree_cache.page_size` tokens) and one before it, which is not
+        held back itself, computes what it lacks. That is so
 
-        - Its hit is less than it can use: `match_limit`, rounded down to whole pages of `tree_cache.page_size` tokens.
-        - One before it, which is not held back itself, computes what it lacks. For siblings, with the same `parent_id`
-          (not None), that is so under each policy, however short the prompt is. For others it is so under `lpm` only,
-          if they have the same namespace, and if their common first tokens, in whole pages, are at least
-          `MIN_COMMON_TOKENS` and more than the hit of this one, which is at most `FEW_HIT_TOKENS`.
+        - for siblings, which have the same `parent_id`, not None: under each policy, whatever the hit, and however
+          short the prompt is. The four conditions below are not asked of them;
+        - for two others under `lpm`, if all four are true:
+            1. they have the same namespace;
+            2. their common first tokens, in whole pages, are at least `MIN_COMMON_TOKENS`;
+            3. these are more than the hit of the later one;
+            4. this hit is at most `FEW_HIT_TOKENS`.
 
-        `held_back` is in order of arrival. If `tree_cache.disable`, no request is held back. End with
-        `return self.traced(order, matches)`, where `matches` has under `lpm` the result of `match_prefix` for each
-        request, by its `rid`.
+        `held_back` is in order of arrival. If `tree_cache.disable`, no request is held back.
+
+        Under `lpm` look up each request. Under `fcfs` look up only one that has a sibling before it: its hit decides
+        whether it is held back. End with `return self.traced(order, matches)`. `Matches` is `dict[str, MatchResult]`:
+        under `lpm` what `match_prefix` returned for each request, by its `rid`; under `fcfs` it is `{}`, also if
+        siblings were looked up.
         """
         raise NotImplementedError

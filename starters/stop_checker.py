@@ -7,8 +7,10 @@ comes after the stop must enter neither the output nor the text.
     cp starters/stop_checker.py my_stops.py
     pytest --part stop_checker=my_stops.py:MyStopChecker
 
-The results are the engine's own: `StopVerdict`, and the reasons of `m1_single_request/request.py`. The names of
-settings in the docstrings are those of `sequence.sampling_params`.
+The results are the engine's own: the reasons of `m1_single_request/request.py`, and
+`StopVerdict(num_accepted: int, finish_reason: BaseFinishReason | None = None, text_end: int | None = None)`. The names
+of settings in the docstrings are those of `sequence.sampling_params`; `stop` and `stop_token_ids` are tuples there,
+also if the user gave one string or none.
 """
 
 from collections.abc import Iterable, Sequence as SequenceOf
@@ -53,8 +55,8 @@ class MyStopChecker:
         `StopVerdict.text_end` is None, except for a stop string: the index in `detokenizer.text` at which the string
         begins, or, with `include_stop_str_in_output`, the index after it.
 
-        Afterwards the detokenizer has the accepted tokens and no others. Of them a stop token is left out, too, unless
-        `include_stop_str_in_output`: its text is not shown.
+        Afterwards the detokenizer has the accepted tokens and no others. The stop token that ended the output is left
+        out, too, unless `include_stop_str_in_output`: its text is not shown.
 
         The detokenizer has `push(token_id)`; `text`, its complete characters so far; `mark()`, and `rewind(mark)`,
         which removes all tokens since then. To read `text` is slow, because it decodes. So read it only if the request

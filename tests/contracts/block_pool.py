@@ -1,6 +1,5 @@
 """Contract of the block pool of m3: free blocks, and the number of holders of each block in use."""
 
-from collections import deque
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -197,38 +196,66 @@ def test_requests_that_fork_share_and_copy(part: Any) -> None:
     manager.check_invariants()
 
 
+class Model:
+    """A pool as a list of free blocks and a count of holders."""
+
+    def __init__(self, size: int, first_id: int) -> None:
+        self.ids = range(first_id, first_id + size)
+        self.free_ids = list(self.ids)
+        self.holders = dict.fromkeys(self.ids, 0)
+
+    @property
+    def used(self) -> list[int]:
+        return [block_id for block_id, count in self.holders.items() if count]
+
+    @property
+    def on(self) -> str:
+        """What a learner may know before the next call."""
+        held = {block_id: self.holders[block_id] for block_id in self.used}
+        return f"Before the last call these blocks are free, in this order: {self.free_ids}; holders: {held}."
+
+    def allocate(self, count: int) -> Any:
+        if count > len(self.free_ids):
+            return "OutOfBlocksError"
+        taken, self.free_ids = self.free_ids[:count], self.free_ids[count:]
+        self.holders |= dict.fromkeys(taken, 1)
+        return taken
+
+    def share(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.holders[block_id] += 1
+
+    def free(self, block_ids: list[int]) -> list[int]:
+        freed = [block_id for block_id in block_ids if self.holders[block_id] == 1]
+        for block_id in block_ids:
+            self.holders[block_id] -= 1
+        self.free_ids += freed
+        return freed
+
+
+def any_call(rng: Random, used: list[int]) -> tuple[str, Any]:
+    """The name of a method and what it is called with: nothing that is an error, except too many blocks."""
+    action = rng.random()
+    if action < 0.35:
+        return "allocate", rng.randrange(4)
+    name, most = ("share", 2) if action < 0.55 else ("free", 3)
+    return name, rng.sample(used, rng.randint(0, min(most, len(used))))
+
+
 def test_it_is_right_after_many_changes(part: Any) -> None:
     """After any allocations, shares and frees every number and every order is right."""
     rng, size, first = Random(3), 6, 2
-    pool, free, holders = part(size, first_id=first), deque(range(first, first + size)), dict[int, int]()
-    done: list[str] = []
-    for _ in range(500):
-        action, used = rng.random(), list(holders)
-        if action < 0.35:
-            count = rng.randrange(4)
-            done.append(f"allocate({count})")
-            if count > len(free):
-                got: Any = outcome(lambda: pool.allocate(count))  # noqa: B023
-                same(got, "OutOfBlocksError", on="...; " + "; ".join(done[-8:]))
-                continue
-            expected = [free.popleft() for _ in range(count)]
-            holders |= dict.fromkeys(expected, 1)
-            same(pool.allocate(count), expected, on="...; " + "; ".join(done[-8:]))
-        elif action < 0.55:
-            chosen = rng.sample(used, rng.randint(0, min(2, len(used))))
-            done.append(f"share({chosen})")
-            pool.share(chosen)
-            holders |= {block_id: holders[block_id] + 1 for block_id in chosen}
-        else:
-            chosen = rng.sample(used, rng.randint(0, min(3, len(used))))
-            done.append(f"free({chosen})")
-            last = [block_id for block_id in chosen if holders[block_id] == 1]
-            same(pool.free(chosen), last, on="...; " + "; ".join(done[-8:]))
-            holders = {block_id: holders[block_id] - (block_id in chosen) for block_id in used}
-            holders = {block_id: count for block_id, count in holders.items() if count}
-            free.extend(last)
-        on = "...; " + "; ".join(done[-8:])
-        ids = range(first, first + size)
-        same(counts(pool, ids), {each: holders.get(each, 0) for each in ids}, on=f"{on}; ref_count of all blocks")
-        shared = sum(count > 1 for count in holders.values())
-        same((pool.num_free, pool.num_shared), (len(free), shared), on=f"{on}; num_free and num_shared")
+    for _ in range(40):
+        pool, model = part(size, first_id=first), Model(size, first)
+        done = [f"pool of {size} blocks, first_id={first}"]
+        for _ in range(15):
+            (name, argument), hint = any_call(rng, model.used), model.on
+            before = dict(model.holders)
+            on = "; ".join([*done, f"{name}({argument})"])
+            expected = getattr(model, name)(argument)
+            same(outcome(lambda: getattr(pool, name)(argument)), expected, on=on, hint=hint)  # noqa: B023
+            same(counts(pool, model.ids), model.holders, on=f"{on}; ref_count of all blocks", hint=hint)
+            shared = sum(count > 1 for count in model.holders.values())
+            wanted = len(model.free_ids), shared
+            same((pool.num_free, pool.num_shared), wanted, on=f"{on}; num_free and num_shared", hint=hint)
+            done += [f"{name}({argument})"] if model.holders != before else []

@@ -289,7 +289,21 @@ def test_it_is_right_for_many_steps(part: Any) -> None:
         settings |= {"stuck": rng.random() < 0.1, "victims": rng.choice([0, 0, 1, 2]) if len(lens) > 1 else 0}
         step, expected = Step(budget, lens, **settings), by_hand(Step(budget, lens, **settings), target)
         on = f"{step.on}; target_gap_ms={target}"
-        same(composed(part, step, target), expected, on=on)
+        same(composed(part, step, target), expected, on=on, hint=advice(step, target, expected))
+
+
+def advice(step: Step, target: float | None, expected: dict[str, int] | None) -> str:
+    """Which of the rules decides."""
+    within = ", within the target" if target is not None else ""
+    if expected is None:
+        return "There is nothing to run, so there is no batch: None."
+    if step.may_preempt and step.wants_prefill:
+        return f"The prompt may preempt: first the prompts{within}, then the decodes of those that still run."
+    if not expected["decodes"]:
+        return "No request decodes, so the prompts get the whole budget, whatever the target is."
+    if step.wants_prefill:
+        return f"First the decodes, with drafts in at most half of the rest; then the prompts{within}."
+    return "No prompt waits: the drafts may take all that the decodes leave."
 
 
 def by_hand(step: Step, target: float | None) -> dict[str, int] | None:

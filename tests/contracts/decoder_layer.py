@@ -1,6 +1,7 @@
 """Contract of a layer of m3's decoder: attention over blocks and an MLP, with one residual, against float64."""
 
 from dataclasses import fields
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -298,4 +299,8 @@ def test_steps_of_several_requests(part: Any) -> None:
         one = Requests(part, *model(heads, layers=3, bias=bias, qk_norm=qk_norm, seed=seed), text=text)
         for _ in range(3):
             rows = [(request, rng.choice([1, 1, 2, 5])) for request in rng.sample(range(4), rng.randint(1, 4))]
-            one.step(*sorted(rows, key=lambda row: row[1] == 1))
+            rows.sort(key=lambda row: row[1] == 1)
+            ends = accumulate(count for _, count in rows)
+            places = ", ".join(f"{end - count} to {end - 1}" for (_, count), end in zip(rows, ends, strict=True))
+            hint = f"The first index is a token of the step; those of the requests, in this order, are {places}."
+            one.step(*rows, hint=hint)

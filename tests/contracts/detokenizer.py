@@ -231,8 +231,14 @@ def test_a_long_answer_costs_little(part: Any) -> None:
     """Reading the text after every token decodes a few tokens each time, however long the answer is."""
     tokenizer = Pieces(strips=True)
     pieces = [b" the", b"a", *E_ACUTE, b" world", b"<end>"] * 50
-    texts = growth(part, *pieces, tokenizer=tokenizer)
-    same(texts[-1], ("thea\u00e9 world" + " thea\u00e9 world" * 49), on="300 tokens, the text read after each")
+    hint = "What was complete stays, and a token adds its text to it, with its space, if no character is incomplete."
+    before = ""
+    for number, text in enumerate(growth(part, *pieces, tokenizer=tokenizer), start=1):
+        whole = Pieces(strips=True).decode([IDS[piece] for piece in pieces[:number]], skip_special_tokens=True)
+        last = f"the last of them {shown(pieces[max(0, number - 3) : number])}"
+        on = f"a tokenizer that removes a leading space; push {number} tokens, {last}; the end of the text"
+        same(text[len(before[:-20]) :], whole.rstrip(BROKEN)[len(before[:-20]) :], on=on, hint=hint)
+        before = text
     if tokenizer.num_decoded > 8 * len(pieces):
         hint = "Do not decode everything again: what is complete stays as it is, and a short context is enough."
         on = f"{len(pieces)} tokens, the text read after each; how many tokens were decoded"
@@ -265,10 +271,11 @@ def test_the_text_is_right_at_any_moment(part: Any) -> None:
                 done.append(f"rewind to mark {to}")
             else:
                 whole = tokenizer.decode(ids, skip_special_tokens=skips)
+                hint = f"These tokens are there now: {shown([PIECES[token_id] for token_id in ids]) or 'none'}."
                 text = whole.rstrip(BROKEN)
                 if rng.random() < 0.7:
                     done.append("text")
-                    same(detokenizer.text, text, on="; ".join(done))
+                    same(detokenizer.text, text, on="; ".join(done), hint=hint)
                 else:
                     done.append("tail")
-                    same(detokenizer.tail(), whole[len(text) :], on="; ".join(done))
+                    same(detokenizer.tail(), whole[len(text) :], on="; ".join(done), hint=hint)

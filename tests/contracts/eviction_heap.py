@@ -158,5 +158,7 @@ def test_it_is_right_after_many_changes(part: Any) -> None:
             got = heap.pop()
             done.append("pop")
             on = "; ".join(done[-8:])
-            same(None if got is None else got.id, None if wanted is None else wanted.id, on=f"...; {on}")
+            ranks = ", ".join(f"node {one.id}: {one.rank}" for one in sorted(live.values(), key=lambda one: one.id))
+            hint = f"Before this pop there are these candidates, with their ranks: {ranks or 'none'}."
+            same(None if got is None else got.id, None if wanted is None else wanted.id, on=f"...; {on}", hint=hint)
             live.pop(-1 if wanted is None else wanted.id, None)

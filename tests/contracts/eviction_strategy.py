@@ -213,7 +213,9 @@ def test_the_heap_pops_in_the_right_order_after_many_changes(part: Any) -> None:
         got = heap.pop()
         done.append("pop")
         on = f"...; {'; '.join(done[-6:])}"
-        same(None if got is None else got.id, None if wanted is None else wanted.id, on=on)
+        used = ", ".join(f"{one.id} ({one.hit_count}, {one.last_access_time})" for one in live.values())
+        hint = f"Before this pop there are these nodes, each with its hits and its time: {used or 'none'}."
+        same(None if got is None else got.id, None if wanted is None else wanted.id, on=on, hint=hint)
         if wanted is not None:
             wanted.hit_count = 0
             del live[wanted.id]

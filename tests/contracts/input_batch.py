@@ -273,6 +273,7 @@ def test_any_messages_are_applied(part: Any) -> None:
         coming = iter(range(100))
         for _ in range(25):
             message, expected = Message(), list[tuple[str, int, int, bool]]()
+            hint = f"Before the last message the blocks are {tables}, and the outputs {outputs}."
             if ended := [rid for rid in outputs if rng.random() < 0.1]:
                 message.ends(*ended)
                 for rid in ended:
@@ -305,8 +306,8 @@ def test_any_messages_are_applied(part: Any) -> None:
                 expected.append((rid, start, 1, False))
             rows = runner.update(message)
             expected.sort(key=lambda row: row[2] == 1)
-            runner.same(rows, expected, "the rows: request, start, tokens, is_prompt")
+            runner.same(rows, expected, "the rows: request, start, tokens, is_prompt", hint)
             got = {rid: list(state.output_token_ids) for rid, state in runner.batch.states.items()}
-            runner.same(got, outputs, "the outputs")
+            runner.same(got, outputs, "the outputs", hint)
             full = {rid: [*table, *[0] * (4 - len(table))] for rid, table in tables.items()}
-            runner.same(runner.tables(), full, "the rows of block_tables")
+            runner.same(runner.tables(), full, "the rows of block_tables", hint)

@@ -188,8 +188,10 @@ def test_it_is_right_for_any_prompt(part: Any) -> None:
             at = blocks[-1].end + rng.randrange(4)
         num_tokens = max(at, 1)
         wanted, delta = token_by_token(num_tokens, blocks)
-        check(part, num_tokens, blocks, wanted, "")
-        same(result_of(part, num_tokens, blocks)[1], delta, on=f"{called(blocks, num_tokens)}[1]")
+        times = ", ".join(f"{wanted[TIME][block.start]} ({block.height} by {block.width})" for block in blocks)
+        hint = f"The blocks begin at these positions: {times}." if blocks else "There is only text."
+        check(part, num_tokens, blocks, wanted, hint)
+        same(result_of(part, num_tokens, blocks)[1], delta, on=f"{called(blocks, num_tokens)}[1]", hint=hint)
 
 
 def test_the_model_finds_all_shapes(part: Any) -> None:

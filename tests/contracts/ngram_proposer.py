@@ -5,7 +5,7 @@ from random import Random
 from typing import Any
 
 from m5_chunked_prefill_spec.request import Req
-from tests.contracts.part import Part, same
+from tests.contracts.part import Broken, Part, same
 from tests.m4_radix_cache.reqs import make_req
 
 PART = Part(
@@ -31,16 +31,36 @@ def same_drafts(
     """Compare the drafts of one request. `lens`: lengths of the shortest and of the longest run that is searched."""
     proposer = part(prompt_lookup_min=lens[0], prompt_lookup_max=lens[1])
     on = f"tokens {list(tokens)}, runs of {lens[0]} to {lens[1]} tokens, a limit of {limit}"
-    same(proposer.propose([req_of(tokens)], [limit]), [list(expected)], on=on, hint=hint)
+    got = proposed(proposer, [req_of(tokens)], [limit], on)
+    if got == [[]] and expected:
+        hint = f"No drafts: did the run find itself? A copy ends before the last token. {hint}"
+    same(got, [list(expected)], on=on, hint=hint)
 
 
-def by_hand(tokens: Sequence[int], shortest: int, longest: int, limit: int) -> list[int]:
-    """The drafts by a search for all lengths at all places."""
+def proposed(proposer: Any, reqs: Sequence[Any], limits: Sequence[int], on: str) -> list[Any]:
+    """What is proposed, if it is a list."""
+    got = proposer.propose(reqs, limits)
+    if not isinstance(got, list):
+        what = "None" if got is None else f"a {type(got).__name__}"
+        hint = "A return is missing." if got is None else "The engine counts the rows: make a list of it."
+        raise Broken(on, Words("a list with a list of drafts for each request"), Words(what), hint)
+    return got
+
+
+class Words(str):
+    """A text that is shown without quotes."""
+
+    __repr__ = str.__str__
+
+
+def by_hand(tokens: Sequence[int], shortest: int, longest: int, limit: int) -> tuple[list[int], str]:
+    """The drafts by a search for all lengths at all places, and what was found."""
     for size in range(longest, shortest - 1, -1):
         for start in range(len(tokens) - size):
             if tokens[start : start + size] == tokens[-size:]:
-                return list(tokens[start + size : start + size + limit])
-    return []
+                words = f"The longest run with a copy is {tokens[-size:]}; the first copy begins at index {start}."
+                return list(tokens[start + size : start + size + limit]), words
+    return [], "No run has a copy."
 
 
 def test_what_followed_before_is_proposed(part: Any) -> None:
@@ -61,6 +81,13 @@ def test_at_most_the_limit_is_proposed(part: Any) -> None:
     tokens = [1, 2, 3, 4, 1, 2]
     same_drafts(part, tokens, (2, 2), 1, [3], "The limit is the largest number of drafts.")
     same_drafts(part, tokens, (2, 2), 9, [3, 4, 1, 2], "The drafts may reach the last token of the request.")
+
+
+def test_a_run_without_a_copy_does_not_count(part: Any) -> None:
+    """If a longer run has no copy, a shorter one is searched."""
+    hint = "The last four tokens and the last three have no copy, but the last two have one."
+    same_drafts(part, [1, 2, 3, 4, 5, 1, 2], (1, 4), 3, [3, 4, 5], hint)
+    same_drafts(part, [8, 3, 1, 2, 8], (1, 4), 2, [3, 1], "Only the last token alone has a copy.")
 
 
 def test_the_longest_run_is_used(part: Any) -> None:
@@ -112,23 +139,26 @@ def test_the_answer_counts_as_the_prompt_does(part: Any) -> None:
     """Prompt and answer are one text: the search goes through both, and the answer grows from call to call."""
     proposer, req = part(prompt_lookup_min=2, prompt_lookup_max=4), req_of([1, 2, 3, 4], outputs=[9, 1])
     on = "the prompt [1, 2, 3, 4] and the answer [9, 1], runs of 2 to 4 tokens, a limit of 4"
-    same(proposer.propose([req], [4]), [[]], on=on)
+    same(proposed(proposer, [req], [4], on), [[]], on=on)
     req.output_ids.append(2)
     hint = "The last tokens are those of the answer; they may begin in the prompt. Keep nothing from the call before."
-    same(proposer.propose([req], [4]), [[3, 4, 9, 1]], on=f"{on}; then 2 is appended to the answer", hint=hint)
+    more = f"{on}; then 2 is appended to the answer"
+    same(proposed(proposer, [req], [4], more), [[3, 4, 9, 1]], on=more, hint=hint)
     req.output_ids.extend([3, 9, 1])
-    same(proposer.propose([req], [4]), [[2, 3, 9, 1]], on=f"{on}; then 2, 3, 9, 1 are appended", hint=hint)
+    more = f"{on}; then 2, 3, 9, 1 are appended"
+    same(proposed(proposer, [req], [4], more), [[2, 3, 9, 1]], on=more, hint=hint)
 
 
 def test_each_request_is_for_itself(part: Any) -> None:
     """Each request has its own limit, is searched alone, and gets its row in the order of the requests."""
     reqs = [req_of([1, 2, 3, 4, 5, 1, 2], number=number) for number in range(4)]
     reqs.append(req_of([3, 4, 7, 1, 2], number=4))
-    got = part(prompt_lookup_min=2, prompt_lookup_max=4).propose(reqs, [9, 2, 0, 1, 4])
+    proposer = part(prompt_lookup_min=2, prompt_lookup_max=4)
     on = "four requests [1, 2, 3, 4, 5, 1, 2] with limits 9, 2, 0, 1; and [3, 4, 7, 1, 2] with limit 4"
     hint = "One row for each request, an empty one for a limit of 0; nothing of another request is proposed."
-    same(got, [[3, 4, 5, 1, 2], [3, 4], [], [3], []], on=on, hint=hint)
-    same(part(prompt_lookup_min=2, prompt_lookup_max=4).propose([], []), [], on="no requests")
+    expected: list[list[int]] = [[3, 4, 5, 1, 2], [3, 4], [], [3], []]
+    same(proposed(proposer, reqs, [9, 2, 0, 1, 4], on), expected, on=on, hint=hint)
+    same(proposed(proposer, [], [], "no requests"), [], on="no requests")
 
 
 def test_a_request_is_not_changed(part: Any) -> None:
@@ -156,4 +186,5 @@ def test_it_is_right_for_many_texts(part: Any) -> None:
         tokens = rng.choices(words, k=rng.randint(1, 30))
         shortest = rng.randint(1, 4)
         longest, limit = rng.randint(shortest, 6), rng.randint(1, 8)
-        same_drafts(part, tokens, (shortest, longest), limit, by_hand(tokens, shortest, longest, limit))
+        expected, hint = by_hand(tokens, shortest, longest, limit)
+        same_drafts(part, tokens, (shortest, longest), limit, expected, hint)

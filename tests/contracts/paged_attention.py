@@ -1,5 +1,6 @@
 """Contract of attention over block tables: m3's torch backend, against float64 and one token at a time."""
 
+from itertools import accumulate
 from random import Random
 from typing import Any, NamedTuple
 
@@ -211,4 +212,8 @@ def test_steps_of_all_kinds(part: Any) -> None:
         decodes = [PADDING if rng.random() < 0.2 else (rng.randrange(30), 1) for _ in range(rng.randint(1, 5))]
         behind = rng.choice([9.0, torch.nan])
         one = step(*prompts, *decodes, heads=heads, head_dim=head_dim, block_size=block_size, behind=behind, seed=seed)
-        check(backends.setdefault(shape, part()), one)
+        new = [count for _, count in (*prompts, *decodes)]
+        ends = accumulate(new)
+        places = ", ".join(f"{end - count} to {end - 1}" for count, end in zip(new, ends, strict=True))
+        hint = f"The first index is a token of the step; those of the rows are {places}."
+        check(backends.setdefault(shape, part()), one, hint)

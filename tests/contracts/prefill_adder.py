@@ -83,7 +83,7 @@ class Scene:
     @property
     def on(self) -> str:
         """All that was done, for a learner."""
-        return "; ".join(self.log[:8] + ["..."] * (len(self.log) > 12) + self.log[8:][-4:])
+        return "; ".join(self.log)
 
     def add(self, prompt: int | Sequence[int], max_tokens: int = 4, *, outputs: int = 0) -> str:
         """Try a waiting request; a number makes a prompt of so many tokens. Returns the result's name."""
@@ -335,6 +335,13 @@ class Budget:
         self.expected = int(sum(min(req.max_new_tokens - 1, 4096) for req in scene.running) * ratio)
         self.was_cut = False
 
+    @property
+    def told(self) -> str:
+        """What a learner may know before a call."""
+        left = self.left(self.locked) * self.size
+        words = f"Before this call cur_rem_tokens is {left}, rem_total_tokens {left - self.reserve()}"
+        return f"{words} and rem_input_tokens {self.tokens}; {self.num_reqs} requests run or have joined."
+
     def left(self, locked: set[tuple[int, ...]]) -> int:
         """Pages that are free or can be evicted."""
         return self.free + len(self.cached - locked)
@@ -401,24 +408,26 @@ def test_it_is_right_for_many_queues(part: Any) -> None:
         cached = {tuple(prompt[:end]) for prompt in prompts for end in range(size, len(prompt) + 1, size)}
         budget = Budget(scene, cached, ratio, tokens, align)
         if cut is not None:
+            hint = budget.told
             expected = budget.go_on(cut.seqlen, begun, 5)
-            same(scene.go_on_with(cut), expected, on=scene.on)
-            same_left(scene, budget, scene.on)
+            same(scene.go_on_with(cut), expected, on=scene.on, hint=hint)
+            same_left(scene, budget, scene.on, hint)
         for _ in range(0 if budget.was_cut else 6):
             start = rng.choice([[], *prompts])
             own, outputs = [50 + len(scene.log)] * rng.randint(1, 3 * size), rng.choice([0, 2])
             max_tokens = rng.choice([2, 2, 5, 30])
+            hint = budget.told
             expected = budget.add([*start, *own, *[9] * outputs], max_tokens, outputs)
             result = scene.add([*start, *own], max_tokens, outputs=outputs)
             on = f"{scene.on}, which begins with {len(start)} tokens of a cached prompt"
-            same(result, expected, on=on)
-            same_left(scene, budget, on)
+            same(result, expected, on=on, hint=hint)
+            same_left(scene, budget, on, hint)
             if budget.was_cut:
                 break
 
 
-def same_left(scene: Scene, budget: Budget, on: str) -> None:
+def same_left(scene: Scene, budget: Budget, on: str, hint: str) -> None:
     """Compare what is left of the budgets."""
     got = (scene.adder.cur_rem_tokens, scene.adder.rem_input_tokens, scene.cache.protected_size())
     expected = (budget.left(budget.locked) * budget.size, budget.tokens, len(budget.locked) * budget.size)
-    same(got, expected, on=f"{on}; cur_rem_tokens, rem_input_tokens, locked tokens")
+    same(got, expected, on=f"{on}; cur_rem_tokens, rem_input_tokens, locked tokens", hint=hint)

@@ -24,7 +24,7 @@ PART = Part(
 
 LENGTH = 1024
 VOCABULARY = "0" * 64
-WAITS = "it waits"
+WAITS, ENDED = "it waits", "it has ended"
 ROLES = ("prefill", "decode")
 
 
@@ -58,8 +58,15 @@ class Site:
 
     def __init__(self, part: Any, **engines: int) -> None:
         class Choosing(Router):
-            _route = part
+            def _route(self, req: Any) -> None:
+                try:
+                    part(self, req)
+                except EngineLostError as error:
+                    on, got = f"{site.on}: the choice for {req.rid}", f"EngineLostError({str(error)!r}) is raised"
+                    hint = "Raise nothing: `self.finish_requests([req.rid], FinishError(error))` ends one request, and "
+                    raise Broken(on, "no error", got, f"{hint}the others go on.") from error
 
+        site = self
         config = DisaggregationConfig(transport="in_process", max_retries=1000, **engines)
         self.links, self.done, self.num_asked = Links(), list[str](), 0
         links: Any = self.links
@@ -113,13 +120,18 @@ class Site:
         self.router.update(0.0)
 
     def engines_of(self, rid: str) -> tuple[str, str]:
-        """The engines to which a request was sent last, for its prefill and its decode."""
+        """The engines that a request has, for its prefill and its decode. If it waits, none, or those that it should
+        not have been sent to: one without the other."""
+        if rid not in self.router.requests:
+            return ENDED, ENDED
         found: dict[int, dict[str, str]] = {}
         for name, message in self.links.sent:
             if (room := room_of(message, rid)) is not None:
                 for role in ROLES if isinstance(message, Generate) else (type(message).__name__.lower(),):
                     found.setdefault(room, {})[role] = name
         latest = found[max(found)] if found else {}
+        if len(latest) == 2 and any(req.rid == rid for req in self.router.waiting):
+            return WAITS, WAITS
         return latest.get("prefill", WAITS), latest.get("decode", WAITS)
 
     def check(self, rid: str, prefill: str, decode: str, hint: str = "") -> None:
@@ -217,7 +229,7 @@ def test_only_the_last_attempt_counts(part: Any) -> None:
     site = site_of(part, "prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1", prefill=3, decode=2)
     site.ask()
     site.fail("r0")
-    site.check("r0", "prefill-1", "decode-1")
+    site.check("r0", "prefill-1", "decode-1", "First those that the last attempt did not have.")
     site.fail("r0")
     hint = "`self.latest` has the latest attempt alone: prefill-0 is not in it, and so comes before prefill-2."
     site.check("r0", "prefill-0", "decode-0", hint)
@@ -228,8 +240,8 @@ def test_it_waits_for_an_engine_that_will_join(part: Any) -> None:
     for there, missing in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
         site = site_of(part, there)
         rid = site.ask()
-        site.check(rid, WAITS, WAITS, "Both engines are chosen, or neither: a request on one of them waits in vain.")
         same(rid in site.router.requests, True, on=f"{site.on}: is {rid} still there?", hint="An engine will join.")
+        site.check(rid, WAITS, WAITS, "Both engines are chosen, or neither: a request on one of them waits in vain.")
         same(site.router.members[there].rooms, set(), on=f"{site.on}: the rooms of {there}", hint="It waits elsewhere.")
         site.join(missing)
         site.check(rid, "prefill-0", "decode-0", "The next update tries again: nothing needs to be noted.")
@@ -240,9 +252,10 @@ def test_it_ends_if_no_engine_will_join(part: Any) -> None:
     for there, role in (("prefill-0", "decode"), ("decode-0", "prefill"), ("", "both")):
         site = site_of(part, there) if there else Site(part, both=1)
         site.links.will_join.discard(role)
+        site.done += [f"no {role} engine will join", "r0 comes"]
         site.router.add_request(make_req(0, [5, 6, 7]))
         changed = site.router.update(0.0)
-        on = f"{there or 'no engine'} joins; no {role} engine will join; r0 comes"
+        on = site.on
         hint = "Ask `self.links.coming(role)` for the role that has no engine, and end the request with an error."
         same([req.rid for req in changed], ["r0"], on=f"{on}; who has ended?", hint=hint)
         error = getattr(changed[0].finish_reason, "error", None)
@@ -259,15 +272,27 @@ class Model:
         self.latest: dict[str, tuple[str, ...]] = {}
         self.running: dict[str, tuple[str, ...]] = {}
         self.requests: list[str] = []
+        self.why: dict[str, str] = {}
+        """What a learner may know about the choice of each request."""
 
     def route(self) -> None:
         """Route all that wait, in the order in which they came."""
         for rid in self.requests:
             chosen = tuple(self.chosen(rid, role) for role in self.roles)
-            if rid not in self.running and all(chosen):
+            if rid in self.running:
+                continue
+            self.why[rid] = self.told(rid)
+            if all(chosen):
                 self.running[rid] = self.latest[rid] = chosen
                 for name in chosen:
                     self.has[name].add(rid)
+
+    def told(self, rid: str) -> str:
+        """What there is before a choice."""
+        rooms = ", ".join(f"{name}: {len(has)}" for name, has in sorted(self.has.items()))
+        latest = " and ".join(dict.fromkeys(self.latest.get(rid, ())))
+        had = f"its latest attempt had {latest}" if latest else "it is a new request"
+        return f"When {rid} is routed, {had}, and the engines have these numbers of rooms: {rooms or 'there are none'}."
 
     def chosen(self, rid: str, role: str) -> str:
         """The engine of a role that a request gets; empty if there is none."""
@@ -317,9 +342,10 @@ def test_it_is_right_after_anything(part: Any) -> None:
             model.route()
             for rid in model.running:
                 wanted = model.running[rid]
-                site.check(rid, wanted[0], wanted[-1])
+                site.check(rid, wanted[0], wanted[-1], model.why[rid])
             running = sorted(req.rid for req in site.router.running)
-            same(running, sorted(model.running), on=f"{site.on}: the requests that have engines")
+            hint = "A request has engines as soon as there is one of each role, and not before."
+            same(running, sorted(model.running), on=f"{site.on}: the requests that have engines", hint=hint)
 
 
 def test_a_group_answers_although_an_engine_is_lost(part: Any) -> None:

@@ -230,4 +230,8 @@ def test_any_batch_gets_the_tokens_of_the_rules(part: Any) -> None:
             wanted = expected_token(values, one, uniform)
             if wanted is not None:
                 on = f"logits {values}, {one.params.describe() or 'greedy'}, prompt {one.prompt_token_ids}, "
-                same(token, wanted, on=f"{on}output {one.output_token_ids}, the random number {uniform:.4f}")
+                history = one.prompt_token_ids, one.output_token_ids, sorted(one.stop_ids)
+                left = [round(float(prob), 3) for prob in exact_distribution(values, one.params, *history)]
+                hint = f"After all settings the probabilities are {left}."
+                on = f"{on}output {one.output_token_ids}, the random number {uniform:.4f}"
+                same(token, wanted, on=on, hint=hint)

@@ -5,7 +5,7 @@ from itertools import count, groupby
 from random import Random
 from typing import Any
 
-from m1_single_request.tracer import Tracer
+from m1_single_request.tracer import Tracer, TraceRecord
 from m4_radix_cache.schedule_policy import Order
 from tests.contracts.part import Broken, Part, same
 from tests.m4_radix_cache.caches import make_cache
@@ -52,7 +52,7 @@ def check(
         raise Broken(on, "an Order", order)
     got = {"ready": [req.rid for req in order.ready], "held back": [req.rid for req in order.held_back]}
     hint += " Nobody is to be held back here." if got["held back"] and not held_back else ""
-    same(got, {"ready": ready.split(), "held back": held_back.split()}, on=on, hint=hint)
+    same(got, {"ready": ready.split(), "held back": held_back.split()}, on=on, hint=hint.strip())
     same([req.rid for req in waiting], [req.rid for req in before], on=f"{on}: the list", hint="Sort a copy of it.")
 
 
@@ -220,6 +220,33 @@ def test_without_a_use_for_lookups_it_is_fcfs(part: Any) -> None:
     same(next(lookups) - before - 1, 0, on=f"{on}and r128: calls of match_prefix", hint=hint)
 
 
+class Read:
+    """A reader of the trace that keeps the events."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def read(self, record: TraceRecord) -> None:
+        self.events.append(record.event)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_the_order_is_traced(part: Any) -> None:
+    """`lpm` traces the hit of each request, and `fcfs` none, also if it looks siblings up."""
+    hint = "End with `return self.traced(order, matches)`: under lpm with a match of each request, under fcfs with {}."
+    for policy, traced in (("lpm", ("lpm", (40, 0))), ("fcfs", ("fcfs", ()))):
+        cache, tracer, reader = make_cache(num_pages=1024), Tracer(), Read()
+        fill(cache, [2] * 40)
+        tracer.attach(reader)
+        waiting = [make_req(1, [2] * 50, parent_id="a"), make_req(2, [1] * 9)]
+        waiting += [make_req(3, [2] * 50, parent_id="a")] if policy == "fcfs" else []
+        part(policy, tree_cache=cache, seed=0, tracer=tracer).calc_priority(waiting)
+        got = [(event.active, event.hits) for event in reader.events]
+        same(got, [traced], on=f"{policy}, page_size=1; cached: [2]*40; waiting: {worded(waiting)}: traced", hint=hint)
+
+
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +279,9 @@ def test_it_is_right_for_many_queues(part: Any) -> None:
         waiting = [queued(rng, number, part_len) for number in rng.sample(range(1, 9), rng.randint(1, 7))]
         rule = Rule(cached, page_size)
         ready, held_back = rule.order(waiting, policy)
-        check(part, waiting, ready, held_back, cached=cached, policy=policy, page_size=page_size)
+        hits = ", ".join(f"{req.rid} {rule.hit(req)} of {rule.most(req)}" for req in waiting)
+        hint = f"Hits, each of the most that the request can use: {hits}. Go through the rules with these."
+        check(part, waiting, ready, held_back, cached=cached, policy=policy, page_size=page_size, hint=hint)
 
 
 def text(rng: Random, part_len: int) -> Tokens:

@@ -31,6 +31,7 @@ class Run:
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
         self.bed = make_bed(scheduler_class=part, **limits, **{"checked": False} | settings)
         self.done = [f"max_num_seqs={max_num_seqs}, max_num_batched_tokens={budget}"]
+        self.told = ""
 
     def add(self, *prompt_lens: int, max_tokens: int = 9) -> None:
         """Let requests with prompts of these lengths arrive: r0, r1, and so on."""
@@ -67,9 +68,11 @@ class Run:
         except Broken:
             raise
         except AssertionError as error:
-            hint = "The test-bed reads every decision, the queues and the memory, and this does not fit."
+            hint = f"The test-bed reads every decision, the queues and the memory, and this does not fit. {self.told}"
             broken = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
-            raise Broken(self.on, Said("decisions, queues and memory that agree"), Said(broken), hint) from error
+            raise Broken(
+                self.on, Said("decisions, queues and memory that agree"), Said(broken), hint.strip()
+            ) from error
 
     @property
     def on(self) -> str:
@@ -314,6 +317,15 @@ def decision(before: dict[str, Any], lens: dict[str, int], max_num_seqs: int, bu
     return counts | dict.fromkeys(others[:room], 1)
 
 
+def told(before: dict[str, Any], lens: dict[str, int]) -> str:
+    """What a learner may know before a step."""
+    waiting = ", ".join(f"{rid} ({lens[rid]} tokens)" for rid in before["waiting"]) or "nobody"
+    running, left_out = (", ".join(before[name]) or "nobody" for name in ("running", "left_out"))
+    marked = before["num_running"] - len(before["running"])
+    more = f", and {marked} that will end" if marked else ""
+    return f"Before this step: running {running}{more}; left out of the last step {left_out}; waiting {waiting}."
+
+
 def test_any_traffic_is_served_by_the_rules(part: Any) -> None:
     """Whatever arrives, ends, fails and is aborted: every decision is that of the rules, and nothing is left."""
     rng = Random(1)
@@ -338,9 +350,11 @@ def test_any_traffic_is_served_by_the_rules(part: Any) -> None:
             expected = decision(before, lens, max_num_seqs, budget)
             late = rng.choice([*scheduler.requests]) if scheduler.requests and rng.random() < 0.1 else ""
             failing = [rid for rid in expected if rng.random() < 0.03]
+            run.told = f"{told(before, lens)} By the rules the tokens are {expected}."
             step = run.step(abort=late, failing=failing, crash=rng.random() < 0.03)
-            run.same(step.counts, expected, "the tokens of the last step")
+            run.same(step.counts, expected, "the tokens of the last step", told(before, lens))
             left_out = [rid for rid in before["running"] if rid not in expected]
+        run.told = ""
         run.done.append("steps until all have ended")
         with run.judged():
             run.bed.drain(limit=200)

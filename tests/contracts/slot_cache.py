@@ -132,6 +132,36 @@ def test_answers_belong_to_the_caller(part: Any) -> None:
     same(got, ({"a": [0]}, [0]), on=on, hint=hint)
 
 
+def test_it_is_right_after_many_changes(part: Any) -> None:
+    """After any reservations and releases each slot has at most one owner, and the lowest free one is given."""
+    rng = Random(1)
+    for _ in range(15):
+        num_slots = rng.randrange(1, 5)
+        manager, owners, done = slots_of(part, num_slots), dict[str, int](), [f"{num_slots} slots"]
+        for _ in range(40):
+            name, num_tokens = rng.choice("abcdef"), rng.choice((1, 7, 16, 17))
+            hint = f"Before this call the owners of slots are {owners}; a slot has room for {SLOT_LEN} tokens."
+            if rng.random() < 0.4:
+                done.append(f"release('{name}')")
+                manager.release(name)
+                owners.pop(name, None)
+            else:
+                can = num_tokens <= SLOT_LEN and (name in owners or len(owners) < num_slots)
+                done.append(f"can_hold('{name}', {num_tokens})")
+                on = "; ".join([done[0], "...", *done[1:][-8:]])
+                same(manager.can_hold(name, num_tokens), can, on=on, hint=hint)
+                if not can:
+                    continue
+                free = min(set(range(num_slots)) - set(owners.values()), default=0)
+                done.append(f"reserve('{name}', {num_tokens})")
+                on = "; ".join([done[0], "...", *done[1:][-8:]])
+                same(manager.reserve(name, num_tokens), [] if name in owners else [free], on=on, hint=hint)
+                owners.setdefault(name, free)
+            on = "; ".join([done[0], "...", *done[1:][-8:]])
+            owned = {owner: [slot] for owner, slot in owners.items()}
+            same(dict(manager.owned()), owned, on=f"{on}; owned()", hint=hint)
+
+
 def test_requests_run_to_their_end(part: Any) -> None:
     """With the scheduler of m2 and a model that is a rule, every request ends with its own tokens."""
     rng = Random(1)
@@ -148,33 +178,5 @@ def test_requests_run_to_their_end(part: Any) -> None:
                 raise
             got = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
             on = f"{len(bed.requests)} requests, {len(bed.steps)} steps; in the last one"
-            hint = "The test-bed reads all decisions, and what stands in each slot."
+            hint = "The test-bed reads all decisions, and what stands in each slot. The behaviours before name a call."
             raise Broken(on, "each running request has a slot of its own", got, hint) from error
-
-
-def test_it_is_right_after_many_changes(part: Any) -> None:
-    """After any reservations and releases each slot has at most one owner, and the lowest free one is given."""
-    rng = Random(1)
-    for _ in range(15):
-        num_slots = rng.randrange(1, 5)
-        manager, owners, done = slots_of(part, num_slots), dict[str, int](), [f"{num_slots} slots"]
-        for _ in range(40):
-            name, num_tokens = rng.choice("abcdef"), rng.choice((1, 7, 16, 17))
-            if rng.random() < 0.4:
-                done.append(f"release('{name}')")
-                manager.release(name)
-                owners.pop(name, None)
-            else:
-                can = num_tokens <= SLOT_LEN and (name in owners or len(owners) < num_slots)
-                done.append(f"can_hold('{name}', {num_tokens})")
-                on = "; ".join([done[0], "...", *done[1:][-8:]])
-                same(manager.can_hold(name, num_tokens), can, on=on)
-                if not can:
-                    continue
-                free = min(set(range(num_slots)) - set(owners.values()), default=0)
-                done.append(f"reserve('{name}', {num_tokens})")
-                on = "; ".join([done[0], "...", *done[1:][-8:]])
-                same(manager.reserve(name, num_tokens), [] if name in owners else [free], on=on)
-                owners.setdefault(name, free)
-            on = "; ".join([done[0], "...", *done[1:][-8:]])
-            same(dict(manager.owned()), {owner: [slot] for owner, slot in owners.items()}, on=f"{on}; owned()")

@@ -172,6 +172,8 @@ def test_before_min_tokens_only_a_length_stops(part: Any) -> None:
     check(part, "a b c", StopVerdict(2, FinishLength("max_model_len", 12)), hint, prompt_len=10, min_tokens=5)
     hint = "The string was complete before min_tokens was reached: it must end in the text that the new token adds."
     check(part, "a x c", StopVerdict(3), hint, stop=["b"], min_tokens=3, output="b")
+    hint = "The string ends where the text of the new token begins, so it was complete before: search one further on."
+    check(part, "a", StopVerdict(1), hint, stop=["b"], min_tokens=2, output="b")
     expected = StopVerdict(2, FinishMatchedStr("ab"), 1)
     check(part, "a b", expected, "It ends in time, so it counts.", stop=["ab"], min_tokens=3, output="b")
 
@@ -288,5 +290,19 @@ def test_any_tokens_end_where_the_rules_say(part: Any) -> None:
         for runs in ([new], [new[:cut], new[cut:]], [[token_id] for token_id in new]):
             steps = "; ".join(" ".join(names[i] for i in run) for run in runs)
             got = in_runs(part, sequence_of(**settings), runs, max_model_len=10)
-            on = f"{shown(settings)}, a prompt of 3 tokens, max_model_len=10; the new tokens in steps `{steps}`"
-            same(got, expected, on=f"{on}; accepted tokens, reason, text that is shown")
+            on = f"{shown(settings)}, a prompt of 3 tokens, max_model_len=10; the new tokens, with `;` between steps: "
+            on = f"{on}`{steps}`; how many are accepted, the reason, the text that is shown"
+            same(got, expected, on=on, hint=advice(got, expected, settings, steps))
+
+
+def advice(got: tuple[Any, ...], expected: tuple[Any, ...], settings: dict[str, Any], steps: str) -> str:
+    """What may be wrong, and how to read the pieces."""
+    if got[:2] != expected[:2]:
+        words = "Go through the tokens by hand: the first at which a string, a stop token or a length ends the output."
+    elif isinstance(expected[1], FinishMatchedStr):
+        words = "The right end; `text_end` is not."
+    else:
+        words = "The right end; the detokenizer has too many tokens or too few."
+    words += " `é1` and `é2` are the two bytes of `é`: one alone is no character." if "é" in steps else ""
+    is_special = settings["skip_special_tokens"] and "<" in steps
+    return words + is_special * " The detokenizer leaves `<end>` and `<over>` out of the text itself."

@@ -275,6 +275,13 @@ class Model(NamedTuple):
     announced: int | None = None
 
     @property
+    def told(self) -> str:
+        """What a learner may know before a call."""
+        announced = "no number of chunks" if self.announced is None else f"{self.announced} chunks"
+        there = f"there are {len(self.pages)} of {self.num_pages} pages, from {self.num_chunks} chunks and the cache"
+        return f"Before this call the state is {self.state.name}; {there}; {announced} announced."
+
+    @property
     def is_hopeless(self) -> bool:
         """Whether no further chunks can complete it."""
         if self.announced is None:
@@ -310,10 +317,10 @@ def test_it_is_right_after_any_messages(part: Any) -> None:
         num_tokens = rng.randrange(1, 21)
         end, model = End(part, num_tokens), Model(-(-num_tokens // PAGE_SIZE))
         for _ in range(20):
-            before, draw = model, rng.random()
+            before, draw, hint = model, rng.random(), model.told
             if draw < 0.1 or (draw < 0.5 and model.state is BOOTSTRAPPING):
                 start = rng.randrange(num_tokens // PAGE_SIZE + 1)
-                end.check("preallocated", start * PAGE_SIZE, returns=model.state is BOOTSTRAPPING)
+                end.check("preallocated", start * PAGE_SIZE, returns=model.state is BOOTSTRAPPING, hint=hint)
                 if model.state is BOOTSTRAPPING:
                     model = model._replace(state=WAITING, pages=tuple(range(start)))
             elif draw < 0.7:
@@ -321,24 +328,26 @@ def test_it_is_right_after_any_messages(part: Any) -> None:
                 first = rng.choice([len(model.pages), len(model.pages), rng.randrange(5)])
                 pages = range(first, first + rng.randrange(4))
                 after = model.after_chunk(number, pages)
-                end.check("expects", number, pages, returns=REFUSED if after is None else after is not model)
+                returns = REFUSED if after is None else after is not model
+                end.check("expects", number, pages, returns=returns, hint=hint)
                 if after is not None and after is not model:
                     end.call("arrived", pages)
                     model = after
             elif draw < 0.85:
                 announced = rng.choice([model.num_chunks, model.num_chunks + 1, rng.randrange(6)])
                 after = model.after_token(announced)
-                end.check("first_token_arrived", announced, returns=REFUSED if after is None else after is not model)
+                returns = REFUSED if after is None else after is not model
+                end.check("first_token_arrived", announced, returns=returns, hint=hint)
                 model = after or model
             elif draw < 0.97:
                 model = model.after_complete()
-                end.check("complete", returns=model is not before)
+                end.check("complete", returns=model is not before, hint=hint)
             else:
                 is_over = model.state in (SUCCESS, FAILED)
-                end.check("fail", "aborted", returns=not is_over)
+                end.check("fail", "aborted", returns=not is_over, hint=hint)
                 model = model if is_over else model._replace(state=FAILED)
-            end.shows(state=model.state.name, num_chunks=model.num_chunks, next_page=len(model.pages))
-            end.shows(announced=model.announced)
+            end.shows(hint, state=model.state.name, num_chunks=model.num_chunks, next_page=len(model.pages))
+            end.shows(hint, announced=model.announced)
 
 
 def test_two_engines_answer_although_messages_come_twice(part: Any) -> None:

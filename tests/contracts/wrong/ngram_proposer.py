@@ -50,6 +50,27 @@ class FindsItself(Searching):
         return range(len(tokens) - size + 1)
 
 
+class FindsItselfAtLast(Searching):
+    """The search reaches the run itself, if it finds no copy before."""
+
+    def starts(self, tokens: list[int], size: int) -> range:
+        return range(len(tokens) - size + 1)
+
+
+class IsAGenerator(Searching):
+    """The rows come one by one."""
+
+    def propose(self, reqs: Sequence[Any], limits: Sequence[int]) -> Any:
+        yield from super().propose(reqs, limits)
+
+
+class ReturnsNothing(Searching):
+    """The return is forgotten."""
+
+    def propose(self, reqs: Sequence[Any], limits: Sequence[int]) -> Any:
+        super().propose(reqs, limits)
+
+
 class DoesNotOverlap(Searching):
     """Only the tokens before the run are searched."""
 
@@ -99,6 +120,9 @@ WRONG = [
     (TakesTheNewest, "stop at the first copy"),
     (TakesTheShortest, "three equal tokens beat two"),
     (FindsItself, "no copy of themselves"),
+    (FindsItselfAtLast, "but the last two have one"),
+    (IsAGenerator, "make a list of it"),
+    (ReturnsNothing, "A return is missing"),
     (DoesNotOverlap, "begins at index 0 and ends at 2"),
     (ReadsThePromptOnly, "The last tokens are those of the answer"),
     (KeepsTheTokens, "Keep nothing from the call before"),

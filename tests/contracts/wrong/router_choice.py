@@ -76,13 +76,23 @@ def gives_up(self: Router, req: Req) -> None:
         self.finish_requests([req.rid], FinishError(EngineLostError("an engine is missing")))
 
 
+def raises(self: Router, req: Req) -> None:
+    """The error is raised, so that it would end the step of all requests."""
+    roles = ("both",) if self.config.both else ("prefill", "decode")
+    for role in roles:
+        if not self.of_role(role) and not self.links.coming(role):  # type: ignore[arg-type]
+            raise EngineLostError(f"there is no {role} engine left")
+    right(self, req)
+
+
 WRONG = [
     (in_turn, "Engines are not chosen in turn"),
     (the_first, "The fewest rooms are the least work"),
     (by_joining, "so the name decides"),
     (the_same_again, "Either engine may be the cause"),
-    (never_again, "it is better than none"),
+    (never_again, "got:      ('it waits', 'it waits')\nhint:     A used engine comes after all others"),
     (all_attempts_count, "has the latest attempt alone"),
     (waits_for_ever, "end the request with an error"),
     (gives_up, "An engine will join"),
+    (raises, "ends one request, and the others go on"),
 ]

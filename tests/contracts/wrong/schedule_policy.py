@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from m1_single_request.tracer import Tracer
+from m4_radix_cache.events import PolicyOrder
 from m4_radix_cache.schedule_policy import MAX_WAITING_FOR_LPM, Order, SchedulePolicy, _Coming
 
 
@@ -134,6 +136,21 @@ class OneTooFew(SchedulePolicy):
         return "fcfs" if num_waiting >= MAX_WAITING_FOR_LPM else super()._active_policy(num_waiting)
 
 
+class TracesSiblings(SchedulePolicy):
+    """Under `fcfs` the lookups of siblings are traced, and those of the others are not there."""
+
+    def calc_priority(self, waiting: Sequence[Any]) -> Order:
+        if self.policy == "lpm":
+            return super().calc_priority(waiting)
+        tracer, self.tracer = self.tracer, Tracer()
+        order = super().calc_priority(waiting)
+        self.tracer = tracer
+        parents = [req.parent_id for req in waiting if req.parent_id is not None]
+        found = {req.rid: self._match(req) for req in waiting if parents.count(req.parent_id) > 1}
+        self.tracer.emit(PolicyOrder.of, self.policy, self.policy, order, 0, found)
+        return order
+
+
 class SortsTheQueue(SchedulePolicy):
     """The list of the caller is sorted."""
 
@@ -156,5 +173,6 @@ WRONG = [
     (NoneIsAParent, "None is no parent"),
     (NoSiblings, "Siblings have the same parent_id"),
     (OneTooFew, "Up to 128 requests it is lpm"),
+    (TracesSiblings, "under fcfs with {}"),
     (SortsTheQueue, "Sort a copy"),
 ]

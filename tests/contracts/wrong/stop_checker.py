@@ -32,6 +32,18 @@ class FindsOldStrings(StopChecker):
         return verdict
 
 
+class SearchesOneTooEarly(StopChecker):
+    """A stop string is also found if it ends where the new text begins."""
+
+    def check(self, sequence: Sequence, new_token_ids: SequenceOf[int]) -> StopVerdict:
+        params = sequence.sampling_params
+        may_stop = params.stop and len(sequence.output_token_ids) + 1 >= params.min_tokens
+        old = sequence.detokenizer.text if may_stop else ""
+        found = next((stop for stop in params.stop if old.endswith(stop)), None)
+        verdict = super().check(sequence, new_token_ids)
+        return verdict if found is None else StopVerdict(1, FinishMatchedStr(found), len(old) - len(found))
+
+
 class FirstOfTheList(StopChecker):
     """The first stop string of the list that is in the text counts."""
 
@@ -119,6 +131,7 @@ class RemembersStopIds(StopChecker):
 WRONG = [
     (LooksAtTheToken, "Search the text, not the token"),
     (FindsOldStrings, "The string was complete before min_tokens was reached"),
+    (SearchesOneTooEarly, "so it was complete before"),
     (FirstOfTheList, "Not the order of `stop` decides"),
     (PushesAll, "Tokens behind the stop must not be pushed"),
     (ShowsTheStopToken, "A stop token is removed from the text"),
