@@ -5,6 +5,8 @@ request grows by any number of tokens: a page that it has started is filled befo
 at once. It is hard because it must never be wrong: a page that is handed out or freed twice belongs to two requests,
 and their answers mix without any error. So every free is checked, and an operation that cannot be done changes nothing.
 
+Explained in docs/m4_radix_cache.md#the-pools-rows-and-slots.
+
     cp starters/allocator.py my_allocator.py
     pytest --part allocator=my_allocator.py:MyAllocator
 """

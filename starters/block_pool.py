@@ -5,6 +5,8 @@ another request, which writes over KV that is still read: the answer gets wrong,
 pool counts holders, and raises an error at once for a block that nobody holds. It stores block ids only: no requests,
 no tensors.
 
+Explained in docs/m3_paged_attention.md#blockpool-free-blocks-and-reference-counts.
+
     cp starters/block_pool.py my_pool.py
     pytest --part block_pool=my_pool.py:MyBlockPool
 """

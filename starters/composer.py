@@ -5,6 +5,8 @@ pieces of prompts share what is left. The order decides who waits: decodes first
 the prompt of another one. There is one exception: a waiting request of much higher priority takes the place of running
 ones, and can do so only before these have the slots of their next tokens.
 
+Explained in docs/m5_chunked_prefill_spec.md#the-composer-the-order-in-which-a-step-is-filled.
+
     cp starters/composer.py my_composer.py
     pytest --part composer=my_composer.py:MyDecodeFirst
 """

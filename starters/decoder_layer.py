@@ -5,6 +5,8 @@ residual through the whole model, and the sum with it and the norm after it are 
 its last output: it returns it, and the next layer adds it. The order has traps: a key is normed, then turned by its
 position, then stored, and only then read.
 
+Explained in docs/m3_model.md#decoder-our-own-model.
+
     cp starters/decoder_layer.py my_layer.py
     pytest --part decoder_layer=my_layer.py:MyDecoderLayer
 """

@@ -5,6 +5,8 @@ of broken bytes. To decode all tokens again at every step is right, and an answe
 To decode the new tokens alone is quick, and wrong: many tokenizers remove the space at the beginning of a text. So
 decode the new tokens together with a few before them, and show what these add.
 
+Explained in docs/m1_single_request.md#incrementaldetokenizer-bytes-to-characters.
+
     cp starters/detokenizer.py my_detokenizer.py
     pytest --part detokenizer=my_detokenizer.py:MyDetokenizer
 

@@ -4,6 +4,8 @@ Nodes become candidates, are used again and get another rank, or are locked and 
 thousand times a second. A sorted list would be sorted as often. A heap finds the smallest entry at once, but cannot
 find a node in its middle. So do not search: let an old entry stay, and pass it over when it is popped (lazy deletion).
 
+Explained in docs/m4_radix_cache.md#lock-and-evict.
+
     cp starters/eviction_heap.py my_heap.py
     pytest --part eviction_heap=my_heap.py:MyEvictionHeap
 """

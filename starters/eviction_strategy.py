@@ -6,6 +6,8 @@ needs, because each document is newer. Segmented LRU has two segments: nodes on 
 requests have started, and protected ones. All of the first go before any of the second. It is hard because the rank is
 all that you have: one value must order both segments, and inside each of them.
 
+Explained in docs/m4_radix_cache.md#eviction-strategies.
+
     cp starters/eviction_strategy.py my_strategy.py
     pytest --part eviction_strategy=my_strategy.py:my_slru
 """

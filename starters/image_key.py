@@ -6,6 +6,8 @@ its key, in place of every placeholder; the cache of embeddings finds a picture 
 name are one picture for both: the later request gets an answer about the earlier picture. And a picture whose name
 changes is computed again each time.
 
+Explained in docs/m6_multimodal_pd.md#multimodalinputs-the-content-of-a-picture-in-the-caches-key.
+
     cp starters/image_key.py my_hash.py
     pytest --part image_key=my_hash.py:my_content_hash
 """

@@ -4,6 +4,8 @@ m2 described a batch anew in every step. From m3 on a request is sent in full on
 its new blocks are. So the runner has to remember, and to apply every change to the right place: an error is not noticed
 at once, but as a wrong token some steps later, or as one request in the memory of another.
 
+Explained in docs/m3_model.md#inputbatch-and-modelinput-one-row-for-all.
+
     cp starters/input_batch.py my_batch.py
     pytest --part input_batch=my_batch.py:MyInputBatch
 

@@ -6,6 +6,8 @@ the memory. But an output has everything that its request has produced so far: a
 before it. So a place for one output of each request is enough. What must not happen: an end that is lost, a reader who
 waits for an output that has come, and a stream that ends too early.
 
+Explained in docs/m7_serving.md#mailbox-one-place-for-each-request.
+
     cp starters/mailbox.py my_mailbox.py
     pytest --part mailbox=my_mailbox.py:MyMailbox
 """

@@ -5,6 +5,8 @@ another, two patches that touch in the picture would be a whole row apart. So ev
 advances all three together; a block holds the time and counts its rows and columns. The text after it must not use a
 position again, and the engine has to know where the answer begins.
 
+Explained in docs/m6_multimodal_pd.md#m-rope-positions-on-three-axes.
+
     cp starters/mrope_positions.py my_positions.py
     pytest --part mrope_positions=my_positions.py:my_rope_index
 """

@@ -5,6 +5,8 @@ are searched earlier in it, and what followed there is proposed as its next toke
 wrong one costs time and never changes an answer. What is hard are the ends: the last tokens must not find themselves,
 but a copy may overlap them.
 
+Explained in docs/m5_chunked_prefill_spec.md#proposer-the-sources-of-guesses.
+
     cp starters/ngram_proposer.py my_ngram.py
     pytest --part ngram_proposer=my_ngram.py:MyNgramProposer
 """

@@ -5,6 +5,8 @@ are in one step: some with one new token, some with a whole prompt. torch has no
 the blocks are copied side by side first. The difficult part is what must have no effect: KV behind the end of a
 request, later tokens of the same prompt, rows that are padding.
 
+Explained in docs/m3_model.md#the-torch-backend-gather-then-multiply.
+
     cp starters/paged_attention.py my_attention.py
     pytest --part paged_attention=my_attention.py:MyTorchBackend
 """

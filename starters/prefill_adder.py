@@ -5,6 +5,8 @@ step. The memory must have room for the whole prompt and the whole answer of a r
 now: what is admitted has to end. And cached memory is free only as long as no request has locked it, so a request
 cannot count its own prefix twice, as found and as free. (Lesson 4, "PrefillAdder: two budgets", explains the memory.)
 
+Explained in docs/m5_chunked_prefill_spec.md#work-and-prefilladder-the-next-piece-then-new-requests.
+
     cp starters/prefill_adder.py my_adder.py
     pytest --part prefill_adder=my_adder.py:MyPrefillAdder
 """

@@ -7,6 +7,8 @@ split while a request holds it, and a page that is freed too early belongs to tw
 
 Build `eviction_heap` and `eviction_strategy` first: `eviction.py`, which this starter imports, has the answers of both.
 
+Explained in docs/m4_radix_cache.md#radixcache-match-insert-split.
+
     cp starters/prefix_cache.py my_radix.py
     pytest --part prefix_cache=my_radix.py:MyRadixCache
 """

@@ -6,6 +6,8 @@ seldom equal, so a draft that was drawn is accepted by chance, as often as is ri
 distribution of the target, however bad the draft model is. You write two functions; the class below calls them. The
 lesson calls a draft a guess.
 
+Explained in docs/m5_chunked_prefill_spec.md#rejectionsampler-which-guesses-are-accepted.
+
     cp starters/rejection_sampler.py my_rejection.py
     pytest --part rejection_sampler=my_rejection.py:MyRejectionSampler
 """

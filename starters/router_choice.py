@@ -6,6 +6,8 @@ request fails, either of its engines may be the cause, so the next attempt shoul
 others, the same engine is better than none. And if an engine is missing, the request must neither wait for ever nor
 give up too early.
 
+Explained in docs/m6_failures.md#2-failures-how-each-is-detected.
+
     cp starters/router_choice.py my_router.py
     pytest --part router_choice=my_router.py:my_route
 

@@ -4,6 +4,8 @@ Each request has its own settings, and all rows are computed together: a setting
 order of the settings decides what they mean, and the tokens at the edge (equal ones, impossible ones, the last one that
 top_p keeps) are where samplers differ. The random number of a row is given, so a token is certain, and can be tested.
 
+Explained in docs/m1_single_request.md#sampler-logits-to-a-token.
+
     cp starters/sampler.py my_sampler.py
     pytest --part sampler=my_sampler.py:MySampler
 

@@ -5,6 +5,8 @@ prefix is evicted (longest prefix match). And of thirty requests with the same n
 one step, only the first may go: the others would compute the same tokens beside it, and one round later they find them
 in the cache. It is hard because waiting costs, too: hold back only where it saves enough, and nobody for ever.
 
+Explained in docs/m4_radix_cache.md#schedulepolicy-the-order-of-waiting-requests.
+
     cp starters/schedule_policy.py my_policy.py
     pytest --part schedule_policy=my_policy.py:MySchedulePolicy
 """

@@ -4,6 +4,8 @@ At every step waiting requests may join and ended ones leave: continuous batchin
 rest is promises: no request overtakes another, none is starved, each end is announced once, and no memory is freed
 while a forward may still write to it.
 
+Explained in docs/m2_continuous_batching.md#scheduler-two-phases-two-limits-one-rule.
+
     cp starters/scheduler.py my_scheduler.py
     pytest --part scheduler=my_scheduler.py:MyScheduler
 

@@ -5,6 +5,8 @@ nothing of slots: it asks whether there is room for a number of tokens, reserves
 nothing of requests that wait: it writes to the slot that it is told. A slot with two owners would be noticed by neither
 of them, but only in the answers.
 
+Explained in docs/m2_continuous_batching.md#slotmanager-memory-by-number.
+
     cp starters/slot_cache.py my_slots.py
     pytest --part slot_cache=my_slots.py:MySlotManager
 """

@@ -4,6 +4,8 @@ An output ends at a stop string, at a stop token, or at a length. Strings are th
 several tokens, or begin in the middle of one, so only the text shows it. Several tokens may come in one step, and what
 comes after the stop must enter neither the output nor the text.
 
+Explained in docs/m1_single_request.md#stopchecker-does-it-end-here.
+
     cp starters/stop_checker.py my_stops.py
     pytest --part stop_checker=my_stops.py:MyStopChecker
 

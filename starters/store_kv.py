@@ -6,6 +6,8 @@ whatever you compute from them is read or written, and nobody checks it. Slots o
 You need no GPU: on a CPU the kernel runs in Triton's interpreter, as slow Python, where `print` works (`pytest -s`
 shows it). You need Linux, for which `pip install -e ".[test]"` brings Triton.
 
+Explained in docs/m3_model.md#the-triton-backend-read-in-place-on-a-gpu.
+
     cp starters/store_kv.py my_kernel.py
     pytest --part store_kv=my_kernel.py:my_store_kv_kernel
 """

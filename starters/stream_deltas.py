@@ -5,6 +5,8 @@ replaced by a newer one. A client of a stream wants each character once. So the 
 already, of each of the `n` choices of each prompt of a call. Text and tokens do not grow together: a character may need
 several tokens, and text may be held back. Choices end at different times, and their outputs go on to contain them.
 
+Explained in docs/m7_serving.md#deltas-chunks-and-the-whole.
+
     cp starters/stream_deltas.py my_deltas.py
     pytest --part stream_deltas=my_deltas.py:MyDeltas
 """

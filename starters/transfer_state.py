@@ -5,6 +5,8 @@ may come late, twice, or not at all; the request may be aborted and the other en
 silent: the request starts with a hole in its KV and answers fluently, or waits for a message that cannot come. So every
 message is checked before it counts, and an impossible one is an error at once.
 
+Explained in docs/m6_kv_transfer.md#2-kvsender-and-kvreceiver-the-two-ends-of-a-transfer.
+
     cp starters/transfer_state.py my_receiver.py
     pytest --part transfer_state=my_receiver.py:MyKVReceiver
 """

@@ -123,6 +123,7 @@ def test_the_lesson_has_the_section(part: Part) -> None:
 def test_a_starter_says_how_it_is_graded(part: Part) -> None:
     text = (STARTERS / f"{part.name}.py").read_text(encoding="utf-8")
     assert f"pytest --part {part.name}=" in text and f":{part.starter}\n" in text
+    assert f"Explained in {part.lesson}.\n" in text
 
 
 @pytest.mark.exhaustive
@@ -170,6 +171,7 @@ def test_the_last_line_says_what_was_run() -> None:
     assert verdict(router, {*router.behaviours}).endswith("behaviours; no engine of the suite runs this part")
 
 
+@pytest.mark.exhaustive
 def test_a_starter_is_told_what_to_do_once(tmp_path: Path) -> None:
     status, out = pytest_part(f"eviction_heap={STARTERS}/eviction_heap.py:MyEvictionHeap")
     assert status == 1 and "eviction_heap: 0 of 10 behaviours" in out

@@ -53,7 +53,7 @@ TOTALS = {
 """Of `stats()`."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("speculator", SPECULATORS)
 @pytest.mark.parametrize(
     ("cache", "page_size"), [("radix", 1), ("radix", 4), ("radix", 16), ("chunk", 4), ("tiers", 4)]

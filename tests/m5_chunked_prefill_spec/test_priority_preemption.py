@@ -82,7 +82,7 @@ def test_nobody_is_preempted_for_a_prompt_that_has_no_token_in_this_step() -> No
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("speculator", ["none", "random", "draft_model"])
 @pytest.mark.parametrize(("cache", "page_size"), [("radix", 1), ("radix", 16), ("hash", 4), ("chunk", 4)])
 def test_any_traffic_gets_the_tokens_of_m1(
