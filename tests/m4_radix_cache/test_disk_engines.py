@@ -682,17 +682,7 @@ def test_a_disk_that_hangs_stops_the_engine_once(
     monkeypatch.setattr(DiskStore, "write", lambda *arguments: goes_on.wait(10) and write(*arguments))
     monkeypatch.setattr("m4_radix_cache.mem_cache.host_kv_pool.DISK_S", 0.02)
     with make_engine(PARTS, **over(tmp_path, host_memory_bytes=30 * page_bytes(make_engine))) as engine:
-        cache: Any = cache_of(engine)
-        alloc, slow = cache.host.alloc, []
-
-        def timed(num_pages: int) -> Any:
-            began = time.perf_counter()
-            try:
-                return alloc(num_pages)
-            finally:
-                slow.append(time.perf_counter() - began > 0.015)
-
-        cache.host.alloc = timed
+        slow = slow_allocations(engine)
         for number in range(8):
             prompt = ids(20, 5 + 10 * number)
             assert engine.generate(prompt, PARAMS).token_ids == m1.generate(prompt, PARAMS).token_ids
@@ -712,23 +702,29 @@ def test_reads_that_work_do_not_hide_that_writes_hang(
     monkeypatch.setattr(DiskStore, "write", lambda *arguments: goes_on.wait(10) and write(*arguments))
     monkeypatch.setattr("m4_radix_cache.mem_cache.host_kv_pool.DISK_S", 0.02)
     with make_engine(PARTS, **over(directory, host_memory_bytes=30 * page_bytes(make_engine))) as engine:
-        cache: Any = cache_of(engine)
-        alloc, slow = cache.host.alloc, []
-
-        def timed(num_pages: int) -> Any:
-            began = time.perf_counter()
-            try:
-                return alloc(num_pages)
-            finally:
-                slow.append(time.perf_counter() - began > 0.015)
-
-        cache.host.alloc = timed
+        slow = slow_allocations(engine)
         for number in range(6):
             engine.generate(ids(20, 200 + 10 * number), PARAMS)
             engine.generate(ids(20, 60 + 10 * number), PARAMS)
         assert sum(slow) == 1 and engine.stats().num_disk_hit_tokens
         goes_on.set()
         check_host_is_free(engine)
+
+
+def slow_allocations(engine: LLMEngine) -> list[bool]:
+    """Of each allocation of host pages from now on, whether it waited."""
+    cache: Any = cache_of(engine)
+    alloc, slow = cache.host.alloc, list[bool]()
+
+    def timed(num_pages: int) -> Any:
+        began = time.perf_counter()
+        try:
+            return alloc(num_pages)
+        finally:
+            slow.append(time.perf_counter() - began > 0.015)
+
+    cache.host.alloc = timed
+    return slow
 
 
 def page_bytes(make_engine: MakeEngine) -> int:
