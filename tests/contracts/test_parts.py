@@ -145,7 +145,7 @@ def test_there_are_twenty_parts_and_two_of_each_milestone() -> None:
 def pytest_part(named: str, *more: str) -> tuple[int, str]:
     """Run `pytest --part`, as a learner does; the exit status and the output."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--part", named, *more]
-    env = os.environ | {"STEPWISE_PROGRESS": ""}
+    env = os.environ | {"STEPWISE_PROGRESS": "", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 

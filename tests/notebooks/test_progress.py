@@ -253,9 +253,8 @@ def test_a_part_that_runs_in_no_engine_of_the_suite_needs_its_behaviours_only() 
 def pytest_part(path: Path, solution: str, *arguments: str) -> int:
     """Run `pytest --part` for an eviction heap as a learner does, with this record."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--part", f"eviction_heap={solution}"]
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=os.environ | {VARIABLE: str(path)}, capture_output=True, timeout=150
-    )
+    env = os.environ | {VARIABLE: str(path), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, timeout=150)
     return done.returncode
 
 
