@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import m4_radix_cache
-from m4_radix_cache import ConfigError, DiskError, LLMEngine, ModelConfig, ModelLoadError
+from m4_radix_cache import ConfigError, DiskError, EngineDeadError, LLMEngine, ModelConfig, ModelLoadError
 from m4_radix_cache.mem_cache import disk_store, disk_tier
 from m4_radix_cache.mem_cache.disk_files import is_temporary
 from m4_radix_cache.mem_cache.disk_radix_cache import DiskRadixCache
@@ -348,6 +349,36 @@ def check_host_is_free(engine: LLMEngine) -> None:
     assert engine.flush_cache()
     cache: Any = cache_of(engine)
     assert cache.host.available() == cache.host.num_pages == len(cache.host._free)
+
+
+class LostJob(SimpleNamespace):
+    """A load that has failed: what waits for it is told once, as by `CopyJob.copy`."""
+
+    kind, error, nodes, rids, step, num_pages, seconds = "load", None, (), (), 0, 1, 1.0
+
+    def wait(self) -> None:
+        if not vars(self).pop("told", False):
+            self.told = True
+            raise EngineDeadError("KV cannot be copied from host memory")
+
+
+@pytest.mark.parametrize("tier", ["host", None])
+def test_a_load_that_is_lost_outside_a_step(make_engine: MakeEngine, tier: str | None) -> None:
+    """Who keeps the KV must not use it; who discards all of it need not know."""
+    with make_engine(**setting(host_memory_bytes=2**20)) as engine:
+        engine.generate(PROMPT, PARAMS)
+        cache: Any = cache_of(engine)
+        while cache._jobs:
+            cache._acknowledge()
+        cache._jobs.append(LostJob())
+        if tier is None:
+            assert engine.flush_cache()
+            assert engine.generate(PROMPT, PARAMS).error is None
+            return
+        with pytest.raises(EngineDeadError, match="cannot be copied"):
+            engine.flush_cache(tier)
+        with pytest.raises(EngineDeadError, match="accepts nothing"):
+            engine.generate(PROMPT, PARAMS)
 
 
 # --- several engines --------------------------------------------------------------------------------------------------
