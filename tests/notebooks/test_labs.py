@@ -193,7 +193,8 @@ def test_a_request_whose_frames_never_come_back_is_given_up_and_not_waited_for()
 
 def test_the_labs_source_changes_answers_without_an_error_and_with_checksums_there_is_one() -> None:
     hasty = M6_PD.lesson.defined("Hasty", {"StagedSource": StagedSource})
-    prompt, params = [300 + 7 * i for i in range(90)], SamplingParams(max_tokens=6, ignore_eos=True)
+    # 22 whole pages: what lies behind the end of a page that is not full may be anything, NaN included
+    prompt, params = [300 + 7 * i for i in range(88)], SamplingParams(max_tokens=6, ignore_eos=True)
     with checks_m6_pd.new_engine() as alone:
         right = alone.generate(prompt, params).token_ids
     with checks_m6_pd.new_group(source=hasty) as group:
