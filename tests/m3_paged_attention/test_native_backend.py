@@ -90,7 +90,7 @@ def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
 
 @pytest.mark.sample(2)
 def test_linear_takes_any_number_of_rows_and_none_changes_another(backend, dtype) -> None:
-    """Groups of up to six rows, blocks of 96, one or several threads: each row keeps its bits."""
+    """Groups of up to six rows, tiles of 16, blocks of 96 or 192, one or several threads: each row keeps its bits."""
     weight, bias, hidden = numbers(dtype, 130, 1030), numbers(dtype, 130), numbers(dtype, 200, 1030)
     layer, exact = backend.linear(weight, bias), product(hidden, weight, bias)
     assert isinstance(layer, NativeLinear)
@@ -98,7 +98,7 @@ def test_linear_takes_any_number_of_rows_and_none_changes_another(backend, dtype
     assert_close(alone, exact, LINEAR)
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        for rows in (*range(1, 15), 96, 97, 193, 200):
+        for rows in (*range(1, 20), 31, 32, 33, 48, 49, 96, 97, 192, 193, 200):
             assert torch.equal(layer(hidden[:rows]), alone[:rows])
             assert torch.equal(layer(hidden[-rows:]), alone[-rows:])
 

@@ -93,53 +93,57 @@ template <bool FETCHES, class... Args> inline void multiply_scaled(long rows, Ar
     }
 }
 
+// sums [count][PANEL] += inputs [first..first + count][in] * panel
+inline void multiply_panel(const Inputs& inputs, const int8_t* panel, float* sums, long first, long count, long in) {
+    const int16_t* numbers = inputs.numbers.get();
+    const float* x_scales = inputs.scales.get();
+    const long per_row = inputs.per_row, num_groups = (count + GROUP - 1) / GROUP;
+    for (long i = 0; i < per_row; i++) {
+        const long depth = std::min(SCALE_GROUP, in - i * SCALE_GROUP);
+        const float* scales = (const float*)panel;
+        fetch(panel + AHEAD, PANEL * sizeof(float));
+        panel += PANEL * sizeof(float);
+        for (long g = 0; g < num_groups; g++) {
+            const long r = g * count / num_groups, size = (g + 1) * count / num_groups - r;
+            const long at = (first + r) * per_row + i;
+            float* to = sums + r * PANEL;
+            if (g == 0)
+                multiply_scaled<true>(size, numbers + at * SCALE_GROUP, x_scales + at, per_row, panel, scales, to, depth);
+            else
+                multiply_scaled<false>(size, numbers + at * SCALE_GROUP, x_scales + at, per_row, panel, scales, to,
+                                       depth);
+        }
+        panel += depth * PANEL;
+    }
+}
+
 // y [rows][out] = x [rows][in] * weights + bias
 template <class T>
 void linear_int8(const T* x, const int8_t* packed, const T* bias, T* y, long rows, long in, long out, int threads) {
     const Inputs inputs(x, rows, in, threads);
-    const int16_t* numbers = inputs.numbers.get();
-    const float* x_scales = inputs.scales.get();
-    const long per_row = inputs.per_row;
-    for_panels(bias, y, rows, out, threads, [=](long first, long count, long p, float* sums) {
-        const int8_t* panel = packed + p * panel_bytes(in);
-        const long num_groups = (count + GROUP - 1) / GROUP;
-        for (long i = 0; i < per_row; i++) {
-            const long depth = std::min(SCALE_GROUP, in - i * SCALE_GROUP);
-            const float* scales = (const float*)panel;
-            fetch(panel + AHEAD, PANEL * sizeof(float));
-            panel += PANEL * sizeof(float);
-            for (long g = 0; g < num_groups; g++) {
-                const long r = g * count / num_groups, size = (g + 1) * count / num_groups - r;
-                const long at = (first + r) * per_row + i;
-                float* to = sums + r * PANEL;
-                if (g == 0)
-                    multiply_scaled<true>(size, numbers + at * SCALE_GROUP, x_scales + at, per_row, panel, scales, to,
-                                          depth);
-                else
-                    multiply_scaled<false>(size, numbers + at * SCALE_GROUP, x_scales + at, per_row, panel, scales, to,
-                                           depth);
-            }
-            panel += depth * PANEL;
-        }
+    for_panels(bias, y, rows, out, threads, ROW_BLOCK, [&](long first, long count, long p, float* sums) {
+        multiply_panel(inputs, packed + p * panel_bytes(in), sums, first, count, in);
     });
 }
 
-// `values` [out][in] and `scales` [out][in / 128] to panels
+// panel p of `values` [out][in] and `scales` [out][in / 128]
+inline void pack_panel(const int8_t* values, const float* scales, int8_t* to, long p, long in, long out) {
+    for (long from = 0; from < in; from += SCALE_GROUP) {
+        for (long i = p * PANEL; i < (p + 1) * PANEL; i++, to += sizeof(float)) {
+            const float scale = i < out ? scales[i * num_scales(in) + from / SCALE_GROUP] : 0.0f;
+            std::memcpy(to, &scale, sizeof(scale));
+        }
+        for (long k = from; k < std::min(in, from + SCALE_GROUP); k += 2)
+            for (long i = p * PANEL; i < (p + 1) * PANEL; i++)
+                for (long j = 0; j < 2; j++) *to++ = i < out ? values[i * in + k + j] : 0;
+    }
+}
+
+// all panels of a weight
 inline void pack(const int8_t* values, const float* scales, int8_t* packed, long in, long out, int threads) {
     const long num_panels = (out + PANEL - 1) / PANEL;
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (long p = 0; p < num_panels; p++) {
-        int8_t* to = packed + p * panel_bytes(in);
-        for (long from = 0; from < in; from += SCALE_GROUP) {
-            for (long i = p * PANEL; i < (p + 1) * PANEL; i++, to += sizeof(float)) {
-                const float scale = i < out ? scales[i * num_scales(in) + from / SCALE_GROUP] : 0.0f;
-                std::memcpy(to, &scale, sizeof(scale));
-            }
-            for (long k = from; k < std::min(in, from + SCALE_GROUP); k += 2)
-                for (long i = p * PANEL; i < (p + 1) * PANEL; i++)
-                    for (long j = 0; j < 2; j++) *to++ = i < out ? values[i * in + k + j] : 0;
-        }
-    }
+    for (long p = 0; p < num_panels; p++) pack_panel(values, scales, packed + p * panel_bytes(in), p, in, out);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 // weights are rounded, and with int8 KV queries are not rounded to 16 bits.
 //
 //     vectors.h          load, store, sum, exp
+//     amx.h              products of bfloat16 in tiles, where the processor has them
 //     linear.h           weights in panels, read once for up to six rows
 //     int8.h             the same with weights of eight bits
 //     kv.h               KV in blocks, in any of its types

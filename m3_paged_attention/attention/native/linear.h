@@ -11,6 +11,7 @@
 
 #include <type_traits>
 
+#include "amx.h"
 #include "vectors.h"
 
 namespace {
@@ -21,6 +22,15 @@ constexpr long ROW_BLOCK = 96;     // maximum rows that share a panel while it i
 constexpr long DEPTH_BLOCK = 512;  // input features of a panel at a time: 64 or 128 KiB, less than a core's own cache
 
 template <class T> constexpr long PAIR = 4 / sizeof(T);
+
+// Maximum rows that share a panel: twice as many with tiles, which are soon done with it and wait for the next one.
+constexpr long MOST_ROWS = 2 * ROW_BLOCK;
+template <class T> inline long row_block() {
+#if HAS_AMX
+    if (std::is_same_v<T, bfloat16> && has_tiles) return MOST_ROWS;
+#endif
+    return ROW_BLOCK;
+}
 
 // Weights of 16 features and PAIR inputs, in their place of a panel.
 template <class T> using Weights = std::conditional_t<PAIR<T> == 1, Floats, Words>;
@@ -73,16 +83,16 @@ inline void multiply(long rows, const T* x, const T* panel, float* sums, long in
 }
 
 // y [rows][out] = bias + the products that `add(first, count, p, sums)` adds to `sums` [count][PANEL], for each panel p
-// and each block of `count` rows from the row `first` on
-template <class T, class Add> void for_panels(const T* bias, T* y, long rows, long out, int threads, Add add) {
-    const long num_panels = (out + PANEL - 1) / PANEL, num_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+// and each block of `count` rows from the row `first` on, at most `most`
+template <class T, class Add> void for_panels(const T* bias, T* y, long rows, long out, int threads, long most, Add add) {
+    const long num_panels = (out + PANEL - 1) / PANEL, num_blocks = (rows + most - 1) / most;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
     for (long block = 0; block < num_blocks; block++)
         for (long p = 0; p < num_panels; p++) {
             const long first = block * rows / num_blocks;  // of equal size, or one thread would wait for the other
             const long count = (block + 1) * rows / num_blocks - first;
             const long feature = p * PANEL, width = std::min(PANEL, out - feature);
-            alignas(64) float sums[ROW_BLOCK * PANEL], start[PANEL] = {};
+            alignas(64) float sums[MOST_ROWS * PANEL], start[PANEL] = {};
             if (bias)
                 for (long i = 0; i < width; i++) start[i] = load_one(bias + feature + i);
             for (long r = 0; r < count; r++) std::memcpy(sums + r * PANEL, start, sizeof(start));
@@ -97,42 +107,55 @@ template <class T, class Add> void for_panels(const T* bias, T* y, long rows, lo
         }
 }
 
+// sums [count][PANEL] += x [count][in] * panel [in][PANEL]
+template <class T> void multiply_panel(const T* x, const T* panel, float* sums, long count, long in) {
+#if HAS_AMX
+    if constexpr (std::is_same_v<T, bfloat16>)
+        if (has_tiles) {
+            const long rest = multiply_in_tiles(x, panel, sums, count, in);
+            for (long r = 0; rest && r < count; r += GROUP)
+                multiply(std::min(GROUP, count - r), x + r * in, panel, sums + r * PANEL, in, in - rest, in, panel);
+            return;
+        }
+#endif
+    const long num_groups = (count + GROUP - 1) / GROUP;
+    for (long from = 0; from < in; from += DEPTH_BLOCK) {
+        const long to = std::min(in, from + DEPTH_BLOCK);
+        const T* next = panel + to * PANEL;  // also from one panel to the next
+        for (long g = 0; g < num_groups; g++) {  // of equal size: 8 rows are 4 and 4
+            const long r = g * count / num_groups, size = (g + 1) * count / num_groups - r;
+            // A single group reads memory in order, which the processor fetches ahead by itself. Of several, each
+            // of the last two fetches half of the next block. Of two groups that is also the first one, which may
+            // still wait for this block; the second one alone would not be done with the next block in time.
+            const long half = g - (num_groups - 2);
+            if (num_groups > 1 && half >= 0) {
+                const T* ahead = next + half * (to - from) * PANEL / 2;
+                multiply<true>(size, x + r * in, panel, sums + r * PANEL, in, from, to, ahead);
+            } else
+                multiply(size, x + r * in, panel, sums + r * PANEL, in, from, to, next);
+        }
+    }
+}
+
 // y [rows][out] = x [rows][in] * weights + bias
 template <class T>
 void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in, long out, int threads) {
-    for_panels(bias, y, rows, out, threads, [=](long first, long count, long p, float* sums) {
-        const T* panel = packed + p * PANEL * in;
-        const long num_groups = (count + GROUP - 1) / GROUP;
-        for (long from = 0; from < in; from += DEPTH_BLOCK) {
-            const long to = std::min(in, from + DEPTH_BLOCK);
-            const T* next = panel + to * PANEL;  // also from one panel to the next
-            for (long g = 0; g < num_groups; g++) {  // of equal size: 8 rows are 4 and 4
-                const long r = g * count / num_groups, size = (g + 1) * count / num_groups - r;
-                const T* rows_of = x + (first + r) * in;
-                // A single group reads memory in order, which the processor fetches ahead by itself. Of several, each
-                // of the last two fetches half of the next block. Of two groups that is also the first one, which may
-                // still wait for this block; the second one alone would not be done with the next block in time.
-                const long half = g - (num_groups - 2);
-                if (num_groups > 1 && half >= 0) {
-                    const T* ahead = next + half * (to - from) * PANEL / 2;
-                    multiply<true>(size, rows_of, panel, sums + r * PANEL, in, from, to, ahead);
-                } else
-                    multiply(size, rows_of, panel, sums + r * PANEL, in, from, to, next);
-            }
-        }
+    for_panels(bias, y, rows, out, threads, row_block<T>(), [=](long first, long count, long p, float* sums) {
+        multiply_panel(x + first * in, packed + p * PANEL * in, sums, count, in);
     });
+}
+
+// panel p of a weight [out][in]
+template <class T> void pack_panel(const T* weight, T* to, long p, long in, long out) {
+    for (long k = 0; k < in; k += PAIR<T>)
+        for (long i = p * PANEL; i < (p + 1) * PANEL; i++)
+            for (long j = 0; j < PAIR<T>; j++) *to++ = i < out ? weight[i * in + k + j] : T{};
 }
 
 template <class T> void pack(const T* weight, T* packed, long in, long out, int threads) {
     const long num_panels = (out + PANEL - 1) / PANEL;
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (long p = 0; p < num_panels; p++)
-        for (long k = 0; k < in; k += PAIR<T>)
-            for (long i = 0; i < PANEL; i++)
-                for (long j = 0; j < PAIR<T>; j++) {
-                    const long feature = p * PANEL + i;
-                    packed[(p * in + k) * PANEL + i * PAIR<T> + j] = feature < out ? weight[feature * in + k + j] : T{};
-                }
+    for (long p = 0; p < num_panels; p++) pack_panel(weight, packed + p * in * PANEL, p, in, out);
 }
 
 }  // namespace

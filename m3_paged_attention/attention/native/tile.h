@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr long TILE_ROWS = 96;  // maximum queries of one KV head and prompt that use a copy of keys and values
+constexpr long TILE_QUERIES = 96;  // maximum queries of one KV head and prompt that use a copy of keys and values
 
 template <class T> struct AlignedBuffer {  // uninitialised memory for some elements, aligned to a cache line
     std::unique_ptr<char[]> memory;
@@ -57,11 +57,6 @@ template <class T> void pack_values(const T* values, const long* at, long count,
             interleave(values + at[t] + first, t + 1 < count ? values + at[t + 1] + first : nullptr, width,
                        panel + t * PANEL);
     }
-}
-
-template <class T> void multiply_all(const T* x, const T* panel, float* sums, long rows, long in) {
-    for (long r = 0; r < rows; r += GROUP)
-        multiply(std::min(GROUP, rows - r), x + r * in, panel, sums + r * PANEL, in, 0, in, panel);
 }
 
 struct Rows {  // state of 16 queries during the pass over their sequence
@@ -130,7 +125,7 @@ template <class T, class K> struct Tile {
         for (long token = 0; token < length; token += PANEL) {
             pack(keys, values, table, token, length, shape, kv_head);
             std::fill_n(scores.begin, rows * PANEL, 0.0f);
-            multiply_all(queries.begin, key_panel.begin, scores.begin, rows, dim);
+            multiply_panel(queries.begin, key_panel.begin, scores.begin, rows, dim);
             for (long from = 0; from < rows; from += LANES) {
                 const long some = std::min((long)LANES, rows - from);
                 long visible[LANES];
@@ -140,7 +135,7 @@ template <class T, class K> struct Tile {
             }
             for (long p = 0; p < num_panels; p++) {
                 float* sums = outputs.begin + p * rows * PANEL;
-                multiply_all(weights.begin, value_panels.begin + p * PANEL * PANEL, sums, rows, PANEL);
+                multiply_panel(weights.begin, value_panels.begin + p * PANEL * PANEL, sums, rows, PANEL);
             }
         }
     }
@@ -204,7 +199,7 @@ void attend_to_tile(const T* query, const K* keys, const K* values, const int32_
 template <class T, class K>
 void attend_to_prompts(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* starts,
                        const int32_t* lengths, T* output, const Shape& shape, float scale, int threads) {
-    const long group = shape.heads / shape.kv_heads, tile = std::max(1L, TILE_ROWS / group);
+    const long group = shape.heads / shape.kv_heads, tile = std::max(1L, TILE_QUERIES / group);
     for (long seq = 0; seq < shape.num_seqs; seq++) {
         const long start = starts[seq], num_new = starts[seq + 1] - start, num_tiles = (num_new + tile - 1) / tile;
 #pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
