@@ -88,7 +88,6 @@ def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
 # --- linear layers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
 def test_linear_takes_any_number_of_rows_and_none_changes_another(backend, dtype) -> None:
     """Groups of up to six rows, tiles of 16, blocks of 96 or 192, one or several threads: each row keeps its bits."""
     weight, bias, hidden = numbers(dtype, 130, 1030), numbers(dtype, 130), numbers(dtype, 200, 1030)

@@ -49,12 +49,19 @@ struct alignas(64) TileSizes {
         }
     }
 };
+// The intrinsics of GCC do not say what they read: without this, it may leave out stores of sizes, or move those of
+// numbers behind the loads of tiles.
+inline void configure(const TileSizes& sizes) {
+    asm volatile("" : : "r"(&sizes) : "memory");
+    _tile_loadconfig(&sizes);
+}
+
 constexpr long STRIDE = 64 * sizeof(float);  // from row to row of sums, and of pairs of weights, in bytes
 
 // sums [rows][64] += x [rows][from..to] * panel, for at most 16 rows: it reads the panel in order.
 inline void multiply_few(long rows, const bfloat16* x, const bfloat16* panel, float* sums, long in, long from, long to) {
     const TileSizes sizes{rows, rows, rows, rows, rows, TILE_ROWS, TILE_ROWS, TILE_ROWS};
-    _tile_loadconfig(&sizes);
+    configure(sizes);
     _tile_loadd(0, sums, STRIDE);
     _tile_loadd(1, sums + 16, STRIDE);
     _tile_loadd(2, sums + 32, STRIDE);
@@ -121,13 +128,13 @@ inline long multiply_in_tiles(const bfloat16* x, const bfloat16* panel, float* s
                 };
                 if (most) {
                     const TileSizes sizes{16, 16, 16, 16, 16, 16, 16, 16};
-                    _tile_loadconfig(&sizes);
+                    configure(sizes);
                     for (long r = 0; r < most; r += PAIR_OF_TILES) add(r);
                 }
                 if (rest > TILE_ROWS) {
                     const long more = rest - TILE_ROWS;
                     const TileSizes sizes{16, 16, more, more, 16, more, 16, 16};
-                    _tile_loadconfig(&sizes);
+                    configure(sizes);
                     add(most);
                 }
             }
