@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engines import Model
@@ -34,7 +35,7 @@ def _with_random_weights(model: Model, dtype: torch.dtype, seed: int, device: to
     config, shape = AutoConfig.from_pretrained(model.directory), decoder_shape(model)
     with torch.device("meta"):
         loaded = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    weights = places(shape, dummy_weights(shape, dtype, device, seed))
+    weights = stacked(places(shape, dummy_weights(shape, dtype, device, seed)), shape)
     loaded.load_state_dict(weights, strict=False, assign=True)
     loaded.tie_weights()
     loaded.model.rotary_emb = type(loaded.model.rotary_emb)(config)  # its tables are in no checkpoint
@@ -43,12 +44,29 @@ def _with_random_weights(model: Model, dtype: torch.dtype, seed: int, device: to
     return loaded
 
 
+def stacked(weights: dict[str, Any], shape: Any) -> dict[str, Any]:
+    """Return the weights with the experts of each layer in one tensor, as transformers has them in memory."""
+    if shape.experts is None:
+        return weights
+    kept = {name: weight for name, weight in weights.items() if ".mlp.experts." not in name}
+    for layer in shape.experts.layers:
+        mlp = f"model.layers.{layer}.mlp.experts"
+
+        def of(module: str, mlp: str = mlp) -> list[Tensor]:
+            return [weights[f"{mlp}.{number}.{module}.weight"] for number in range(shape.experts.num_experts)]
+
+        pairs = zip(of("gate_proj"), of("up_proj"), strict=True)
+        kept[f"{mlp}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        kept[f"{mlp}.down_proj"] = torch.stack(of("down_proj"))
+    return kept
+
+
 def decoder_shape(model: Model) -> Any:
     """Return the shape of a model's decoder (m3's `DecoderConfig`)."""
     from m3_paged_attention.models.architecture import decoder_config
 
     config = AutoConfig.from_pretrained(model.directory)
-    return decoder_config(model.name, "Qwen3ForCausalLM", config, model_type="qwen3")
+    return decoder_config(model.name, config.architectures[0], config, model_type=config.model_type)
 
 
 def static(batch_size: int = 16) -> Callable[[Any, Workload], Served]:

@@ -1,7 +1,8 @@
 """Operations and bytes of a forward, measured seconds, and the roof of the machine above them.
 
 Counted: every weight, read once and used once for each new token (the output layer only for tokens that are sampled),
-attention, and the KV that is read and written. Activations are left out: they stay in the processor's caches.
+attention, and the KV that is read and written. Activations are left out: they stay in the processor's caches. Of
+experts each token uses a few, and those are read that a fair router is expected to choose for some token.
 """
 
 import statistics
@@ -30,20 +31,36 @@ def forward_flops(shape: Any, new: Lengths, context: Lengths) -> float:
     """Return the operations of one forward: `new` tokens of each request, of which `context` tokens have KV."""
     pairs = sum(n * c + n * (n + 1) / 2 for n, c in zip(new, context, strict=True))  # of a query and a key
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
-    return 2 * _body(shape) * sum(new) + 2 * _head(shape) * len(new) + attention
+    top_k = 0 if shape.experts is None else shape.experts.top_k
+    return 2 * _body(shape, top_k) * sum(new) + 2 * _head(shape) * len(new) + attention
 
 
 def forward_bytes(shape: Any, dtype: str, new: Lengths, context: Lengths) -> float:
     """Return the bytes that the same forward moves."""
     kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * (sum(new) + sum(context))
-    return (_body(shape) + _head(shape) + kv) * getattr(torch, dtype).itemsize
+    num_experts = 0.0 if shape.experts is None else experts_read(shape.experts, sum(new))
+    return (_body(shape, num_experts) + _head(shape) + kv) * getattr(torch, dtype).itemsize
 
 
-def _body(shape: Any) -> int:
-    """Return the number of weights of all layers, without norms and biases, which are few."""
+def experts_read(experts: Any, num_tokens: int) -> float:
+    """Return how many experts of a layer (`ExpertsConfig`) so many tokens are expected to choose, each `top_k`."""
+    chosen: float = 1 - (1 - experts.top_k / experts.num_experts) ** num_tokens
+    return experts.num_experts * chosen
+
+
+def _body(shape: Any, num_experts: float) -> float:
+    """Return the number of weights of all layers, with so many experts in a sparse one.
+
+    Norms and biases, which are few, are left out.
+    """
     heads = shape.num_heads + 2 * shape.num_kv_heads
     attention = shape.hidden_size * shape.head_dim * (heads + shape.num_heads)
-    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+    num_sparse, mlps = 0, 0.0
+    if shape.experts is not None:
+        num_sparse, router = len(shape.experts.layers), shape.experts.num_experts * shape.hidden_size
+        mlps = num_sparse * (router + num_experts * 3 * shape.hidden_size * shape.experts.intermediate_size)
+    dense = (shape.num_layers - num_sparse) * 3 * shape.hidden_size * shape.intermediate_size
+    return shape.num_layers * attention + dense + mlps
 
 
 def _head(shape: Any) -> int:

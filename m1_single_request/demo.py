@@ -114,20 +114,22 @@ def is_tour(args: argparse.Namespace) -> bool:
 
 def configs_of(args: argparse.Namespace, console: Console, **classes: type) -> dict[str, Any]:
     """Return the configurations of the flags, with the trace, as keywords of an engine; set its number of threads."""
+    trace = trace_of(args, console, classes.pop("trace", TraceConfig))
     configs: dict[str, Any] = {
         f"{name}_config": config_of(args, config_class) for name, config_class in classes.items()
     }
     threads = config_of(args, DemoConfig).threads or (1 if configs["model_config"].model is None else None)
     if threads is not None:
         torch.set_num_threads(threads)
-    return {**configs, "trace_config": trace_of(args, console)}
+    return {**configs, "trace_config": trace}
 
 
-def trace_of(args: argparse.Namespace, console: Console) -> TraceConfig:
-    """Return the readers of the trace that the flags request."""
+def trace_of(args: argparse.Namespace, console: Console, config_class: type) -> TraceConfig:
+    """Return the trace that the flags request, with its readers. `config_class`: m1's `TraceConfig`, or a later one."""
     level = args.trace or ("off" if args.prompt is None else "verbose")
     readers = () if level == "off" else (ConsoleReader(verbose=level == "verbose", console=console),)
-    return TraceConfig(jsonl=args.trace_file, chrome=args.chrome_trace, player=args.player, readers=readers)
+    files = {"jsonl": args.trace_file, "chrome": args.chrome_trace, "player": args.player}
+    return config_of(args, config_class, readers=readers, **files)
 
 
 class Conversation:

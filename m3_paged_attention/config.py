@@ -15,6 +15,7 @@ from m1_single_request.config import (
     EngineConfig as SingleRequestConfig,
     MaxModelLen,
     ModelConfig as SingleRequestModelConfig,
+    TraceConfig as SingleRequestTraceConfig,
 )
 from m1_single_request.errors import ConfigError
 from m1_single_request.field_rules import Int, PositiveInt, check_fields
@@ -47,6 +48,15 @@ class ModelConfig(SingleRequestModelConfig):
     quarter or half of the memory, and one stream up to twice as fast; batches of sixteen requests or more gain no speed
     over bfloat16. For the backend `native`, in float32 and bfloat16, and for `torch`, which is slow. It applies to a
     draft model as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig(SingleRequestTraceConfig):
+    """m1's settings of the trace, and what is recorded only if asked for."""
+
+    experts: bool = False
+    """Record in each step which experts its tokens use (`ExpertsUsed`); only for a model with experts. On a GPU this
+    waits for each step, and steps are not replayed as graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +135,7 @@ class EngineConfig(SingleRequestConfig):
     """The whole configuration of an m3 engine. The field `x` is the engine's keyword `x_config`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    trace: TraceConfig | SingleRequestTraceConfig = field(default_factory=TraceConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
 

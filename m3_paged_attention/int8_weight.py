@@ -65,11 +65,15 @@ class Int8Weight:
         step = max(1, AT_ONCE // self.shape[1])
         return [slice(start, start + step) for start in range(0, len(self), step)]
 
-    def copy_(self, weight: Tensor) -> None:
-        """Overwrite it by the quantized form of `weight`, first rounded to `dtype`.
+    def copy_(self, weight: "Tensor | Int8Weight") -> None:
+        """Overwrite it by the quantized form of `weight`, first rounded to `dtype`, or by one that is quantized.
 
         A group with a number that is not finite is read as NaN.
         """
+        if isinstance(weight, Int8Weight):
+            self.values.copy_(weight.values)
+            self.scales.copy_(weight.scales)
+            return
         for rows in self.rows_at_once():
             exact = _grouped(weight[rows].to(self.scales.device, self.dtype).float())
             scales = exact.abs().amax(-1, keepdim=True) / 127

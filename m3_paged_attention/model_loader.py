@@ -6,6 +6,8 @@ from a seed. vLLM: `model_executor/model_loader` (`DefaultModelLoader`, `DummyMo
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,13 +15,13 @@ from huggingface_hub import snapshot_download
 
 from m1_single_request.errors import ConfigError, ModelLoadError
 from m1_single_request.model_loader import (
-    SUPPORTED_ARCHITECTURES,
     LoadedModel,
     ModelDescription,
     check_weight_files,
     describe,
     load_part,
 )
+from m1_single_request.precision import choose_dtype
 from m1_single_request.trace_event import size
 from m2_continuous_batching.memory import available_memory
 from m3_paged_attention.attention.registry import Backend, resolve
@@ -27,6 +29,7 @@ from m3_paged_attention.config import KVCacheDtype, ModelConfig
 from m3_paged_attention.kv_dtype import kv_dtype_of
 from m3_paged_attention.models.architecture import MODEL_TYPES, DecoderConfig, decoder_config
 from m3_paged_attention.models.decoder import Decoder
+from m3_paged_attention.models.experts_config import count_weights
 from m3_paged_attention.models.weights import (
     WEIGHT_FILES,
     DecoderWeights,
@@ -45,7 +48,15 @@ def load_model(config: ModelConfig, kv_cache_dtype: KVCacheDtype = "auto") -> Lo
     Raises `ModelLoadError` or `ConfigError`, with a remedy.
     """
     backend = resolve(config.attention_backend, config.torch_device())
-    return load_described(config, kv_cache_dtype, describe(config, SUPPORTED_ARCHITECTURES), backend)
+    return load_described(config, kv_cache_dtype, describe_for_decoder(config, tuple(MODEL_TYPES)), backend)
+
+
+def describe_for_decoder(config: ModelConfig, architectures: Sequence[str]) -> ModelDescription:
+    """Return m1's description of a model. Its precision is chosen for the number of weights with all experts."""
+    described = describe(config, architectures)
+    num_weights = count_weights(described.config)
+    dtype = choose_dtype(config.dtype, described.named_dtype, num_weights, described.device)
+    return replace(described, dtype=dtype)
 
 
 def load_described(

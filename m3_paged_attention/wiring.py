@@ -7,15 +7,18 @@ number of blocks, then build the parts that depend on these.
 from collections.abc import Mapping
 from typing import Any
 
+from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.wiring import PARTS as M2_PARTS
 from m3_paged_attention.attention.registry import obstacle_to_best
-from m3_paged_attention.config import BatchLimits, EngineConfig, ModelConfig
+from m3_paged_attention.config import BatchLimits, EngineConfig, ModelConfig, TraceConfig
 from m3_paged_attention.device_limits import device_limits, device_memory
 from m3_paged_attention.engine_core import EngineCore
 from m3_paged_attention.events import BackendChosen, EagerSteps, EngineStarted, StepLimits
 from m3_paged_attention.executor import GPUExecutor
+from m3_paged_attention.expert_events import ExpertsLoaded
+from m3_paged_attention.expert_recorder import ExpertRecorder
 from m3_paged_attention.input_processor import InputProcessor
 from m3_paged_attention.kv_cache_config import check_cache_config, size_kv_cache
 from m3_paged_attention.kv_cache_manager import KVCacheManager
@@ -61,6 +64,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     )
     executor.initialize_kv_cache(kv_cache_config)
     tracer.emit(EagerSteps.of, loaded.model)
+    record_experts(config.trace, loaded, tracer)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
             request_class=parts["request"],
@@ -120,7 +124,22 @@ def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: Loade
 def trace_start(loaded: LoadedModel, config: ModelConfig, limits: BatchLimits, tracer: Tracer) -> None:
     """Emit the events that describe the model, its kernels and, on CUDA, the limits of a step."""
     tracer.emit(EngineStarted.of, loaded, config.quantization)
+    tracer.emit(ExpertsLoaded.of, loaded)
     asked, backend = config.attention_backend, loaded.model.backend.name
     obstacle = obstacle_to_best(config.torch_device()) if asked == "auto" else None
     tracer.emit(BackendChosen, asked=asked, backend=backend, obstacle=obstacle)
     tracer.emit(StepLimits.of, limits, device_memory(loaded.device))
+
+
+def record_experts(trace: Any, loaded: LoadedModel, tracer: Tracer) -> None:
+    """Let the router's choices be recorded, if the configuration asks for it. Raises `ConfigError` without experts."""
+    if not wants_experts(trace):
+        return
+    if loaded.model.config.experts is None:
+        raise ConfigError(f"TraceConfig(experts=True) records the use of experts, and {loaded.name} has none")
+    ExpertRecorder(loaded.model, tracer)
+
+
+def wants_experts(trace: Any) -> bool:
+    """Return whether a `TraceConfig` of this milestone, or one of m1, asks for the use of experts."""
+    return isinstance(trace, TraceConfig) and trace.experts

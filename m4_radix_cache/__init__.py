@@ -16,7 +16,7 @@ Read `mem_cache/radix_cache.py`, then `request.py`, `schedule_policy.py`, `prefi
 from m1_single_request import face
 from m1_single_request.config import DEFAULT_MODEL
 from m1_single_request.face import *
-from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.config import ModelConfig, TraceConfig as TraceConfig
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig, EngineConfig, SchedulerConfig
 from m4_radix_cache.errors import DiskError, PoolError

@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from m1_single_request.config import EngineConfig as SingleRequestConfig, check_path
+from m1_single_request.config import (
+    EngineConfig as SingleRequestConfig,
+    TraceConfig as SingleRequestTraceConfig,
+    check_path,
+)
 from m1_single_request.errors import ConfigError, shown
 from m1_single_request.field_rules import NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
-from m3_paged_attention.config import BatchLimits, KVCacheDtype, ModelConfig, Share, check_one_given
+from m3_paged_attention.config import BatchLimits, KVCacheDtype, ModelConfig, Share, TraceConfig, check_one_given
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
@@ -140,5 +144,6 @@ class EngineConfig(SingleRequestConfig):
     """All settings of an m4 engine. The field `x` is the engine's keyword `x_config`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    trace: TraceConfig | SingleRequestTraceConfig = field(default_factory=TraceConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

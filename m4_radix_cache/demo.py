@@ -19,7 +19,7 @@ from m1_single_request.field_rules import PositiveInt
 from m1_single_request.flags import config_of
 from m2_continuous_batching import demo as m2
 from m3_paged_attention import demo as m3
-from m4_radix_cache import CacheConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams, SchedulerConfig
+from m4_radix_cache import CacheConfig, LLMEngine, RequestOutput, SamplingParams, SchedulerConfig
 from m4_radix_cache.demo_tiers import TierTour
 from m4_radix_cache.demo_tour import CONSERVATIVENESS, Tour, reuse
 
@@ -45,6 +45,8 @@ class RequestConfig:
 TIERS = "host_memory_bytes=--host-memory write_policy disk_path=--disk disk_bytes prefetch_policy"
 ORDER = "schedule_policy schedule_conservativeness priority_preemption preemption_threshold"
 
+CLASSES = {**m3.CLASSES, "scheduler": SchedulerConfig, "cache": CacheConfig}
+"""Configuration classes of an engine that have flags, by their fields in `EngineConfig`."""
 FLAGS: m1.Flags = {
     **m3.FLAGS,
     "requests": (RequestConfig, "priority cache_salt"),
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
     demo, params, options = config_of(args, DemoConfig), m3.answer_params(args), request_options(args)
-    configs = m1.configs_of(args, console, model=ModelConfig, scheduler=SchedulerConfig, cache=CacheConfig)
+    configs = m1.configs_of(args, console, **CLASSES)
     if m1.is_tour(args):
         if configs["cache_config"].host_memory_bytes:
             TierTour(configs, params, options, console).run()

@@ -16,7 +16,7 @@ from m3_paged_attention.kv_cache_config import Budget, check_memory_share, size_
 from m3_paged_attention.kv_cache_spec import KVCacheConfig
 from m3_paged_attention.model_len import fit_model_len
 from m3_paged_attention.step_threads import step_threads
-from m3_paged_attention.wiring import PARTS as M3_PARTS, trace_start
+from m3_paged_attention.wiring import PARTS as M3_PARTS, record_experts, trace_start
 from m3_paged_attention.worker import GPUWorker
 from m4_radix_cache.config import CacheConfig, EngineConfig, SchedulerConfig
 from m4_radix_cache.engine_core import EngineCore
@@ -49,6 +49,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     )
     trace_start(loaded, config.model, limits, tracer)
     kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
+    record_experts(config.trace, loaded, tracer)
     tiers = tiers_of(config, load, [loaded], worker.model_runner, parts)
     pools = build_pools(kv_cache_config.num_blocks, rows, config, tiers, parts, tracer)
     return parts["engine_core"](

@@ -17,7 +17,7 @@ replaces.
 from m1_single_request import face
 from m1_single_request.config import DEFAULT_MODEL
 from m1_single_request.face import *
-from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.config import ModelConfig, TraceConfig as TraceConfig
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.errors import DiskError, PoolError

@@ -16,7 +16,7 @@ from m1_single_request.field_rules import PositiveInt
 from m1_single_request.flags import config_of, given
 from m3_paged_attention import demo as m3
 from m4_radix_cache import demo as m4
-from m5_chunked_prefill_spec import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig, SpeculativeConfig
+from m5_chunked_prefill_spec import LLMEngine, ModelConfig, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.demo_tour import TOUR_BUDGET, Tour
 
 
@@ -29,6 +29,8 @@ class DemoConfig(m4.DemoConfig):
 
 
 STEP = "schedule enable_chunked_prefill=--chunked-prefill chunked_prefill_size target_gap_ms"
+CLASSES = {**m4.CLASSES, "scheduler": SchedulerConfig}
+"""Configuration classes of an engine that have flags, besides that of drafts, by their fields in `EngineConfig`."""
 FLAGS: m1.Flags = {
     **m4.FLAGS,
     "batching": (SchedulerConfig, f"{m4.FLAGS['batching'][1]} {STEP}"),
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
     demo, params, drafts = config_of(args, DemoConfig), m3.answer_params(args), speculative_configs(args)
-    configs = m1.configs_of(args, console, model=ModelConfig, scheduler=SchedulerConfig, cache=CacheConfig)
+    configs = m1.configs_of(args, console, **CLASSES)
     options, limits = m4.request_options(args), configs["scheduler_config"]
     if m1.is_tour(args):
         if limits.max_num_batched_tokens is None and limits.enable_chunked_prefill:

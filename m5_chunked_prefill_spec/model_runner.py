@@ -136,6 +136,10 @@ class ModelRunner:
         # A request has at most the model's length, so a large step is several equal ones, a few tokens more in all.
         num_rows = -(-num_tokens // (self.max_model_len - context))
         tokens = nothing_in_page_0(num_rows, -(-num_tokens // num_rows), context, self.page_size)
+        # many different tokens: with experts, equal ones would all read the same few
+        tokens.input_ids[:] = np.random.default_rng(0).integers(
+            self.model.config.vocab_size, size=len(tokens.input_ids)
+        )
 
         def run() -> None:
             forward_batch = to_device(ForwardBatch.init_new(tokens, self), self.device)

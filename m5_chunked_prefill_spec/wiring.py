@@ -14,7 +14,7 @@ from m3_paged_attention.device_limits import device_limits
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.step_threads import StepThreads, step_threads
-from m3_paged_attention.wiring import trace_start
+from m3_paged_attention.wiring import record_experts, trace_start
 from m3_paged_attention.worker import GPUWorker
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.schedule_batch import Pools
@@ -61,6 +61,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     trace_start(loaded, config.model, limits, tracer)
     kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
     costs = cost_table(limits, worker, tracer)
+    record_experts(config.trace, loaded, tracer)
     models = [each for each in (drafting, loaded) if each is not None]
     tiers = tiers_of(config, load, models, worker.model_runner, parts)
     pools = build_pools(kv_cache_config.num_blocks, rows, config, tiers, parts, tracer)

@@ -23,6 +23,7 @@ CUDA, a step is launched before the one before it is booked: read `overlap/`.
 
 from m1_single_request import face
 from m1_single_request.face import *
+from m3_paged_attention.config import TraceConfig as TraceConfig
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.errors import DiskError, PoolError

@@ -28,7 +28,7 @@ from m3_paged_attention import demo as m3
 from m3_paged_attention.demo_tour import with_room
 from m4_radix_cache import demo as m4
 from m5_chunked_prefill_spec import demo as m5
-from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams
+from m6_multimodal_pd import DisaggregationConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams
 from m6_multimodal_pd.config import DEFAULT_MODEL, MultimodalConfig, SchedulerConfig
 from m6_multimodal_pd.demo_terminal import loaded, shown
 from m6_multimodal_pd.demo_tour import MOST_COLUMNS, Tour, options_for, starting
@@ -79,7 +79,7 @@ FLAGS: m1.Flags = {
     "engines that share the work": (DisaggregationConfig, "prefill decode devices transport"),
 }
 
-CLASSES = {"model": ModelConfig, "scheduler": SchedulerConfig, "cache": CacheConfig, "multimodal": MultimodalConfig}
+CLASSES = {**m5.CLASSES, "model": ModelConfig, "scheduler": SchedulerConfig, "multimodal": MultimodalConfig}
 """Configuration classes of an engine that have flags, besides that of drafts, by their fields in `EngineConfig`."""
 
 

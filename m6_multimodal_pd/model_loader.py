@@ -1,6 +1,6 @@
 """Model loader for models with and without a vision tower.
 
-Since m3: `Qwen3VLForConditionalGeneration`, from a local Hugging Face directory or a hub id. Its language model is m3's
+Since m3: Qwen3-VL and Qwen3-VL-MoE, from a local Hugging Face directory or a hub id. Their language model is m3's
 decoder under other names, and its vision tower is in the same files. Other architectures are loaded by m3's loader.
 vLLM and SGLang: a registry from the architecture's name to a class that loads itself.
 """
@@ -8,10 +8,8 @@ vLLM and SGLang: a registry from the architecture's name to a class that loads i
 from dataclasses import dataclass
 
 from m1_single_request.model_loader import (
-    SUPPORTED_ARCHITECTURES,
     LoadedModel as LoadedTextModel,
     ModelDescription,
-    describe,
     load_part,
 )
 from m3_paged_attention.attention.registry import resolve
@@ -20,17 +18,19 @@ from m3_paged_attention.model_loader import (
     check_model,
     check_room,
     count_parameters,
+    describe_for_decoder,
     load_described,
     needed_bytes,
     weights_directory,
 )
+from m3_paged_attention.models.architecture import MODEL_TYPES
 from m3_paged_attention.models.weights import DecoderWeights, dummy_weights, load_weights, read_headers
 from m6_multimodal_pd.config import ModelConfig
 from m6_multimodal_pd.models import qwen3_vl, vision
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder, VLDecoderConfig, vl_decoder_config
 from m6_multimodal_pd.models.vision import VisionTower, check_vision_config
 
-ALL_ARCHITECTURES = (*SUPPORTED_ARCHITECTURES, qwen3_vl.ARCHITECTURE)
+ALL_ARCHITECTURES = (*MODEL_TYPES, *qwen3_vl.FAMILIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class LoadedModel(LoadedTextModel):
 
 def describe_model(config: ModelConfig) -> ModelDescription:
     """Read and check everything but the weights. Raises `ModelLoadError` or `ConfigError`, as `load_model` does."""
-    described = describe(config, ALL_ARCHITECTURES)
+    described = describe_for_decoder(config, ALL_ARCHITECTURES)
     language_of(described)
     return described
 
@@ -53,9 +53,9 @@ def language_of(described: ModelDescription) -> VLDecoderConfig | None:
 
     Raises `ModelLoadError` if it is not supported, or the vision tower is not or does not fit.
     """
-    if described.architecture != qwen3_vl.ARCHITECTURE:
+    if described.architecture not in qwen3_vl.FAMILIES:
         return None
-    language = vl_decoder_config(described.name, described.config)
+    language = vl_decoder_config(described.name, described.architecture, described.config)
     check_vision_config(described.name, described.config.vision_config, language)
     return language
 
@@ -63,7 +63,7 @@ def language_of(described: ModelDescription) -> VLDecoderConfig | None:
 def load_model(config: ModelConfig, kv_cache_dtype: KVCacheDtype = "auto") -> LoadedModel:
     """Load model and tokenizer as m3 does. Raises `ModelLoadError` or `ConfigError` with advice."""
     backend = resolve(config.attention_backend, config.torch_device())
-    described = describe(config, ALL_ARCHITECTURES)
+    described = describe_for_decoder(config, ALL_ARCHITECTURES)
     language = language_of(described)
     if language is None:
         return LoadedModel(**vars(load_described(config, kv_cache_dtype, described, backend)))

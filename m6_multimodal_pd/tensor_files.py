@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from m3_paged_attention.int8_weight import Weight
-from m3_paged_attention.models.weights import Header
+from m3_paged_attention.models.weights import Header, Place
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -32,7 +31,7 @@ class TensorFiles:
         if not headers.items() <= {(name, header) for name, header, _ in stored}:
             raise OSError("a file was changed while it was read")
 
-    def copy(self, name: str, target: Weight) -> None:
+    def copy(self, name: str, target: Place) -> None:
         """Copy a tensor to `target`, with conversion to its type or quantization.
 
         Raises `OSError` if it cannot be read whole.

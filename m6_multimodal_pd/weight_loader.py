@@ -25,20 +25,34 @@ from torch import Tensor
 
 from m1_single_request.errors import EngineDeadError, EngineUsageError, ModelLoadError
 from m1_single_request.model_loader import ModelDescription, load_part
-from m3_paged_attention.attention.native_backend import NativeLinear
-from m3_paged_attention.int8_weight import Weight
+from m3_paged_attention.attention.native_experts import ExpertPanels
+from m3_paged_attention.attention.native_linear import NativeLinear
+from m3_paged_attention.experts import StackedLinears
+from m3_paged_attention.int8_weight import Int8Weight, Weight
 from m3_paged_attention.linear import PackedLinear, PlainLinear, QuantizedLinear
 from m3_paged_attention.model_loader import weights_directory
 from m3_paged_attention.models.architecture import MODEL_TYPES, decoder_config
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
-from m3_paged_attention.models.weights import EMPTY, HEAD, PREFIX, allocate, check_decoder, parts_of, read_headers
+from m3_paged_attention.models.qwen3_moe import SparseMLP
+from m3_paged_attention.models.weights import (
+    HEAD,
+    PREFIX,
+    allocate,
+    check_decoder,
+    dense,
+    layout_in,
+    parts_of,
+    read_headers,
+)
 from m6_multimodal_pd.config import ModelConfig
 from m6_multimodal_pd.model_loader import LoadedModel, describe_model, language_of, load_model
 from m6_multimodal_pd.models import qwen3_vl, vision
 from m6_multimodal_pd.tensor_files import TensorFiles
 
-KNOWN = (DecoderLayer, Attention, MLP, PlainLinear, PackedLinear, QuantizedLinear, NativeLinear)
+LINEAR_FIELDS = ("qkv", "o", "router", "gate_up", "down")
+LINEARS = (PlainLinear, PackedLinear, QuantizedLinear, NativeLinear)
+KNOWN = (DecoderLayer, Attention, MLP, SparseMLP, *LINEARS, Tensor, StackedLinears, ExpertPanels)
 """Classes, not their subclasses, of the parts that are overwritten."""
 
 
@@ -175,12 +189,12 @@ def parts_with_weights(model: Decoder) -> Iterator[Any]:
     for layer in model.layers:
         yield layer
         yield from (layer.attention, layer.mlp)
-        yield from (layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+        yield from (place for field, place in places_in(layer).items() if field in LINEAR_FIELDS)
 
 
 def write_decoder(model: Decoder, files: TensorFiles, prefix: str, quantization: str | None) -> None:
     """Overwrite all weights of a decoder whose tensors are named `prefix`.. in the files."""
-    config, empty = model.config, EMPTY[quantization]
+    config, layout = model.config, layout_in(files.headers, model.config, prefix)
     shapes = allocate(config, model.dtype, torch.device("meta"), quantization)
     files.copy(f"{prefix}embed_tokens.weight", model.embedding)
     files.copy(f"{prefix}norm.weight", model.norm)
@@ -188,10 +202,10 @@ def write_decoder(model: Decoder, files: TensorFiles, prefix: str, quantization:
         places = places_in(layer)
         for field, shape in vars(of_layer).items():
             if shape is not None:
-                with filled(places[field], shape, empty) as tensor:
-                    for name, part in parts_of(config, f"{prefix}layers.{index}", field, tensor).items():
+                with filled(places[field], shape) as tensor:
+                    for name, part in parts_of(config, prefix, index, field, tensor, layout).items():
                         files.copy(name, part)
-    with filled(model.head, shapes.head, empty) as tensor:
+    with filled(model.head, shapes.head) as tensor:
         if config.tie_word_embeddings:
             tensor.copy_(model.embedding)
         else:
@@ -202,30 +216,32 @@ def places_in(layer: DecoderLayer) -> dict[str, Any]:
     """Return the place of each field of `LayerWeights`: the tensor, or the linear layer that has it."""
     attention, mlp = layer.attention, layer.mlp
     of_heads = (None, None) if attention.qk_norm is None else attention.qk_norm.split_with_sizes(attention.heads)
-    linears: dict[str, Any] = {
-        "qkv": attention.qkv_proj,
-        "o": attention.o_proj,
-        "gate_up": mlp.gate_up_proj,
-        "down": mlp.down_proj,
-    }
+    linears: dict[str, Any] = {"qkv": attention.qkv_proj, "o": attention.o_proj}
+    of_mlp: dict[str, Any] = {}
+    if isinstance(mlp, SparseMLP):
+        of_mlp = {"router": mlp.router, "gate_up": mlp.experts.gate_up, "down": mlp.experts.down}
+    else:
+        linears |= {"gate_up": mlp.gate_up_proj, "down": mlp.down_proj}
     return {
         "input_norm": layer.input_norm,
         "post_attention_norm": layer.post_attention_norm,
         "q_norm": of_heads[0],  # one row per head, all the same
         "k_norm": of_heads[1],
         **linears,
+        **of_mlp,
         **{f"{name}_bias": linear.bias for name, linear in linears.items()},
     }
 
 
 @contextmanager
-def filled(place: Any, shape: Weight, empty: Callable[..., Weight]) -> Iterator[Weight]:
+def filled(place: Any, shape: Weight) -> Iterator[Weight]:
     """Yield the tensor to overwrite: the one at its place; for a packed layer one like `shape`, which it packs."""
     if isinstance(place, Tensor):
         yield place
     elif isinstance(place, PlainLinear | QuantizedLinear):
         yield place.weight
     else:
-        weight = empty(*shape.shape, shape.dtype, torch.device("cpu"))
+        empty = dense if isinstance(shape, Tensor) else Int8Weight.empty
+        weight = empty(len(shape), shape.shape[1], shape.dtype, torch.device("cpu"))
         yield weight
         place.pack(weight)

@@ -16,7 +16,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.model_len import shortened
 from m3_paged_attention.step_threads import step_threads
-from m3_paged_attention.wiring import trace_start
+from m3_paged_attention.wiring import record_experts, trace_start, wants_experts
 from m4_radix_cache.tiers import WatchedLoader, tiers_of
 from m4_radix_cache.wiring import build_pools, fit_to_memory, prefix_cache_class, reserve_kv_memory
 from m5_chunked_prefill_spec.speculative.draft_runner import limited, load_draft_model
@@ -91,6 +91,7 @@ class PreparedEngine:
         trace_start(loaded, config.model, limits, tracer)
         kv_cache_config = reserve_kv_memory(executor, config, self.kv_budget, loaded, tracer)
         costs = cost_table(limits, worker, tracer)
+        record_experts(config.trace, loaded, tracer)
         models = [each for each in (self.drafting, loaded) if each is not None]
         tiers = tiers_of(config, self.load, models, worker.model_runner, parts)
         pools = build_pools(kv_cache_config.num_blocks, rows, config, tiers, parts, tracer)
@@ -118,7 +119,7 @@ class PreparedEngine:
 
     def _make(self, loaded: LoadedModel) -> Runner:
         capture, page_size = None, self.config.cache.page_size
-        if self.config.model.wants_graphs:
+        if self.config.model.wants_graphs and not wants_experts(self.config.trace):
             capture = GraphCapture(page_size=page_size, is_alone=self.num_engines == 1, tracer=self.tracer)
         more = {"encoder": self.encoder, "step_threads": self.threads, "graph_capture": capture}
         return build_executor(self.config, self.parts, loaded, self.drafting, self.tracer, self.threads, **more)

@@ -17,11 +17,10 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from m1_single_request import demo as m1
-from m1_single_request.config import TraceConfig
 from m1_single_request.demo_tour import text_of
 from m1_single_request.errors import ConfigError
 from m1_single_request.flags import add_flags, config_of, given
-from m6_multimodal_pd import demo as m6
+from m6_multimodal_pd import TraceConfig, demo as m6
 from m6_multimodal_pd.config import ModelConfig, MultimodalConfig, SchedulerConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m7_serving import AsyncLLM, CacheConfig, SpeculativeConfig
@@ -41,7 +40,7 @@ FLAGS: m1.Flags = {
     **{title: m6.FLAGS[title] for title in OF_THE_ENGINE},
     "engines": (DisaggregationConfig, "both prefill decode devices transport max_restarts"),
     "images, which one process reads by default": (MultimodalConfig, IMAGES),
-    "trace": (TraceConfig, "jsonl=--trace-file"),
+    "trace": (TraceConfig, "jsonl=--trace-file experts=--trace-experts"),
     "threads": (m1.DemoConfig, "threads"),
 }
 CLASSES = {

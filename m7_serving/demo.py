@@ -24,7 +24,7 @@ from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import Records
 from m6_multimodal_pd.errors import EngineLostError
 from m7_serving import AsyncLLM
-from m7_serving.__main__ import FLAGS as OF_THE_SERVER, configs_of
+from m7_serving.__main__ import CLASSES, FLAGS as OF_THE_SERVER, configs_of
 from m7_serving.config import ServerConfig
 
 FLAGS: m1.Flags = {
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     except ImportError as error:
         raise ConfigError(f'the demo needs more packages (pip install "stepwise-llm[serve]" openai): {error}') from None
     params, records = config_of(args, SamplingParams), Records()
-    trace = m1.trace_of(args, console)
+    trace = m1.trace_of(args, console, CLASSES["trace"])
     trace = replace(trace, readers=(records, *trace.readers))
 
     async def with_clients(url: str) -> None:

@@ -19,11 +19,14 @@ from torch import Tensor
 
 from m1_single_request.tracer import Tracer, TraceRecord
 from m3_paged_attention import CacheConfig, LLMEngine, SamplingParams, SchedulerConfig
+from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.block_pool import BlockPool
 from m3_paged_attention.input_batch import BatchRow, CachedRequestState
 from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.model_input import make_model_input
+from m3_paged_attention.models.experts_config import ExpertsConfig
+from m3_paged_attention.models.qwen3_moe import SparseMLP
 from m3_paged_attention.scheduler_events import Preempted
 from m3_paged_attention.scheduler_output import NewRequestData
 from m3_paged_attention.views.block_map import Frame
@@ -55,7 +58,7 @@ except ModuleNotFoundError:  # beside the notebook
         tokens_alone,
     )
 
-__all__ = ["check", "draw_blocks", "ids_of", "listing", "show_kernel", "show_source"]
+__all__ = ["check", "draw_blocks", "ids_of", "listing", "routed", "show_kernel", "show_source"]
 
 GAP = 0.7  # between blocks, in widths of a slot
 
@@ -484,3 +487,84 @@ def _grade_pool_alone(pool: Any) -> None:
         "A block that nobody holds was freed once more, and nothing was said. By then it may belong to somebody: raise "
         "ValueError."
     )
+
+
+# --- the labs: a router, and the experts of a checkpoint --------------------------------------------------------------
+
+HIDDEN, EXPERTS = 8, 6
+
+
+def routed(mlp_class: type, logits: Tensor, *, top_k: int = 2, normalizes: bool = True) -> tuple[Tensor, Tensor]:
+    """What the router of a sparse layer chooses, and with which weights, for these logits."""
+    config = ExpertsConfig(
+        num_experts=logits.shape[1], top_k=top_k, intermediate_size=4, normalizes=normalizes, layers=frozenset([0])
+    )
+    rows, dtype = logits.shape[1], logits.dtype
+    weights = [torch.zeros(shape, dtype=dtype) for shape in ((rows, HIDDEN), (rows * 8, HIDDEN), (rows * HIDDEN, 4))]
+    chosen: tuple[Tensor, Tensor] = mlp_class(config, *weights, TorchBackend()).choose(logits)
+    return chosen
+
+
+@grader("m3.router")
+def grade_router(mlp_class: type) -> str:
+    """The lab's router, repaired: the weights of the chosen experts are those of the engine, to the last bit."""
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.randn(200, EXPERTS).to(dtype)
+        for normalizes, top_k in ((True, 2), (True, 3), (False, 2), (True, 1)):
+            what = f"{short(dtype)}, top_k = {top_k}{'' if normalizes else ', not normalized'}"
+            try:
+                experts, weights = routed(mlp_class, logits, top_k=top_k, normalizes=normalizes)
+            except Exception as error:
+                raise Mismatch(f"{what}: {type(error).__name__}: {error}") from error
+            wanted, right = routed(SparseMLP, logits, top_k=top_k, normalizes=normalizes)
+            _compare_choice(what, experts, weights, wanted, right)
+    even = torch.zeros(3, EXPERTS)
+    if not torch.equal(routed(mlp_class, even)[0], routed(SparseMLP, even)[0]):
+        raise Mismatch("All experts equally probable: torch.topk decides, and you choose others.")
+    return "800 tokens, in float32 and bfloat16: the same experts, and the same bits of their weights."
+
+
+def _compare_choice(what: str, experts: Tensor, weights: Tensor, wanted: Tensor, right: Tensor) -> None:
+    if experts.shape != wanted.shape or not torch.equal(experts, wanted):
+        raise Mismatch(f"{what}: other experts than the {wanted.shape[1]} most probable ones, the best first.")
+    if weights.dtype != right.dtype:
+        raise Mismatch(f"{what}: the weights are {short(weights.dtype)}; they must be in the precision of the logits.")
+    if torch.equal(weights, right):
+        return
+    row = int((weights != right).any(1).nonzero()[0])
+    got, should = (", ".join(f"{value:.6f}" for value in each[row].tolist()) for each in (weights, right))
+    share = float((weights != right).float().mean())
+    raise Mismatch(
+        f"{what}: {share:.0%} of the weights are others. For one token they should be {should}, and yours are {got}. "
+        f"In which precision do you divide, and when do you round?"
+    )
+
+
+@grader("m3.expert_layout")
+def grade_expert_layout(read: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]) -> str:
+    """The lab's loader, repaired: experts are found in both layouts, whatever the sizes are."""
+    for hidden, width in ((8, 5), (8, 4), (8, 8), (6, 12), (4, 2)):
+        gate_up, down = torch.randn(EXPERTS, 2 * width, hidden), torch.randn(EXPERTS, hidden, width)
+        for name, stored in (
+            ("as they are", (gate_up, down)),
+            ("transposed", (gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous())),
+        ):
+            what = (
+                f"hidden size {hidden}, width {width}, stored {name} ({list(stored[0].shape)} and "
+                f"{list(stored[1].shape)})"
+            )
+            try:
+                found = read(*stored, hidden, width)
+                pairs = list(zip(("gate_up", "down"), found, (gate_up, down), strict=True))
+            except Exception as error:
+                raise Mismatch(f"{what}: {type(error).__name__}: {error}") from error
+            for tensor, mine, right in pairs:
+                if mine.shape != right.shape:
+                    raise Mismatch(f"{what}: {tensor} should be {list(right.shape)}, yours is {list(mine.shape)}.")
+                if not torch.equal(mine, right):
+                    raise Mismatch(
+                        f"{what}: {tensor} has the right shape and is transposed. Its own shape does not tell; does "
+                        f"the other tensor's?"
+                    )
+    return "Five pairs of sizes, both layouts: every expert is read as it was."

@@ -76,6 +76,17 @@ HINTS: dict[str, tuple[str, str]] = {
         "Take one holder away, and make the block available only when no holder is left. A block without a count is "
         "not in use, and that is an error of the caller.",
     ),
+    "m3.router": (
+        "In float32 both orders give the same numbers, but for the last digit. In which precision is the division "
+        "here, and in which one does the model need it?",
+        "Divide the float32 probabilities by their float32 sum, and convert the quotients. Nothing else changes.",
+    ),
+    "m3.expert_layout": (
+        "The shape of one tensor may be the same in both layouts. Write down both shapes of both tensors, for a hidden "
+        "size of 8 and a width of 4, and for 8 and 8.",
+        "Both tensors of a file are in the same layout. If the two shapes together are the transposed ones, transpose "
+        "both; otherwise neither.",
+    ),
     "m3.slots": (
         "A position has two halves: which block of the request it is in, and which place inside this block.",
         "The block of the request is an index into the table, and the table has the number of the block in memory. "

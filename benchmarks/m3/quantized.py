@@ -46,12 +46,12 @@ STREAMS = {1: 48, 4: 32, 16: 24}
 
 def layers(size: Size) -> Row:
     """Measure a layer of bfloat16 weights, for each number of rows."""
-    from m3_paged_attention.attention import native_backend
+    from m3_paged_attention.attention import native_backend, native_linear
     from m3_paged_attention.int8_weight import Int8Weight
 
     torch.set_num_threads(1)
     backend, weight = native_backend.NativeBackend(), torch.randn(SHAPE).bfloat16()
-    with patch.object(native_backend, "on_huge_pages", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)):
+    with patch.object(native_linear, "on_huge_pages", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)):
         sides = {"small pages": [backend.linear(weight) for _ in range(NUM_LAYERS)]}
     sides["huge pages"] = [backend.linear(weight) for _ in range(NUM_LAYERS)]
     sides["int8"] = [backend.linear(Int8Weight.of(weight)) for _ in range(2 * NUM_LAYERS)]

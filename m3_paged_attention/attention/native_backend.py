@@ -9,9 +9,6 @@ vLLM: `v1/attention/backends/cpu_attn.py` over `csrc/cpu`; SGLang: `sgl-kernel/c
 the same way.
 """
 
-import contextlib
-import ctypes
-import mmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,17 +18,18 @@ from torch import Tensor
 from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import ModelDescription
 from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.native_experts import NativeExperts
 from m3_paged_attention.attention.native_library import PRECISIONS, SIGNATURES, load
+from m3_paged_attention.attention.native_linear import NativeLinear
 from m3_paged_attention.attention.native_step import NativeStep, kv_type
 from m3_paged_attention.attention.torch_backend import TorchBackend
+from m3_paged_attention.experts import Experts, LinearExperts
 from m3_paged_attention.int8_weight import Weight
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
 from m3_paged_attention.linear import Linear, plain
 from m3_paged_attention.models.architecture import DecoderConfig
 
 LANES = 16  # elements of a vector; widths must be multiples of it
-PANEL = 64  # output features stored together
-MOST_KEPT = 2**24  # bytes of logits that a layer keeps for its next call
 
 
 class NativeBackend:
@@ -49,6 +47,7 @@ class NativeBackend:
             for precision in PRECISIONS
         }
         self._torch = TorchBackend()
+        self._work: dict[torch.dtype, Tensor] = {}  # of experts
 
     def check(self, model: ModelDescription, head_dim: int, kv_dtype: torch.dtype, quantization: str | None) -> None:
         """Raise `ConfigError` for quantized weights of a precision without kernels; torch computes all else."""
@@ -60,7 +59,9 @@ class NativeBackend:
 
     def computes(self, config: DecoderConfig, dtype: torch.dtype) -> bool:
         """Return whether the C++ kernels compute all matrix products of such a model, and torch none."""
-        widths = config.head_dim % (2 * LANES), config.hidden_size % 2, config.intermediate_size % 2
+        widths = [config.head_dim % (2 * LANES), config.hidden_size % 2, config.intermediate_size % 2]
+        if config.experts is not None:
+            widths += [config.hidden_size % LANES, config.experts.intermediate_size % LANES]
         return dtype in self._kernels and not any(widths)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
@@ -70,6 +71,13 @@ class NativeBackend:
             return plain(weight, bias)
         assert bias is None or bias.dtype == weight.dtype
         return NativeLinear(kernels, weight, bias)
+
+    def experts(self, gate_up: Weight, down: Weight, num_experts: int) -> Experts:
+        """Return experts with a copy of their weights in panels."""
+        kernels = self._kernels.get(gate_up.dtype)
+        if kernels is None or down.shape[0] // num_experts % LANES or down.shape[1] % LANES:
+            return LinearExperts(self, gate_up, down, num_experts)
+        return NativeExperts(kernels, gate_up, down, num_experts, self._work)
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write `key` and `value` `[tokens, kv_heads, head_dim]` to the slots of `slot_mapping`."""
@@ -158,76 +166,20 @@ class NativeBackend:
         ):
             if width % divisor:
                 return f"{name}={width} is no multiple of {divisor}"
-        for layer in model.layers:
-            parts = layer.attention, layer.mlp
-            linears = parts[0].qkv_proj, parts[0].o_proj, parts[1].gate_up_proj, parts[1].down_proj
+        sparse = () if config.experts is None else config.experts.layers
+        for index, layer in enumerate(model.layers):
+            attention, mlp = layer.attention, layer.mlp
+            linears = [attention.qkv_proj, attention.o_proj]
+            if index in sparse:
+                linears.append(mlp.router)
+                if type(mlp.experts) is not NativeExperts:
+                    return f"experts are of the class {type(mlp.experts).__name__}, which has no row in the table"
+            else:
+                linears += [mlp.gate_up_proj, mlp.down_proj]
             odd = [each for each in linears if type(each) is not NativeLinear]
             if odd:
                 return f"a linear layer is of the class {type(odd[0]).__name__}, which has no row in the table"
         return NativeStep(self._kernels[dtype].run_layers, model, kv)
-
-
-class NativeLinear:
-    """Linear layer of the C++ kernels, with its weight in panels: as it is, or quantized."""
-
-    __slots__ = ("_kernels", "_logits", "_tokens", "bias", "dtype", "in_features", "kind", "out_features", "packed")
-
-    def __init__(self, kernels: SimpleNamespace, weight: Weight, bias: Tensor | None) -> None:
-        self._kernels = kernels
-        self.out_features, self.in_features = weight.shape
-        self.dtype, self.kind = weight.dtype, 0 if isinstance(weight, Tensor) else 1  # `LinearKind` of layers.h
-        rows = -(-self.out_features // PANEL) * PANEL
-        self.packed = on_huge_pages(rows * weight.nbytes // self.out_features)
-        self.bias = None if bias is None else bias.contiguous()
-        self._logits, self._tokens = torch.empty(0, dtype=self.dtype), (ctypes.c_long * 0)()
-        self.pack(weight)
-
-    def pack(self, weight: Weight) -> None:
-        """Write a weight `[out_features, in_features]`, of the same class as the first one, to the panels."""
-        tensors = [weight.contiguous()] if isinstance(weight, Tensor) else [weight.values, weight.scales]
-        kernel = (self._kernels.pack, self._kernels.pack_int8)[self.kind]
-        kernel(*tensors, self.packed, self.in_features, self.out_features, torch.get_num_threads())
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the output `[tokens, out_features]` for `hidden` `[tokens, in_features]`."""
-        assert hidden.shape[1] == self.in_features and hidden.dtype == self.dtype
-        hidden, rows = hidden.contiguous(), hidden.shape[0]
-        y = hidden.new_empty(rows, self.out_features)
-        shape = rows, self.in_features, self.out_features
-        kernel = (self._kernels.linear, self._kernels.linear_int8)[self.kind]
-        kernel(hidden, self.packed, self.bias, y, *shape, torch.get_num_threads())
-        return y
-
-    def best_tokens(self, hidden: Tensor) -> list[int]:
-        """Return the output feature with the largest value of each row; -1 if a value is not finite.
-
-        The memory for a few rows is kept from call to call: to allocate it would take a tenth of a small step.
-        """
-        assert hidden.shape[1] == self.in_features and hidden.dtype == self.dtype
-        hidden, rows = hidden.contiguous(), hidden.shape[0]
-        logits, tokens = self._logits, self._tokens
-        if rows > len(tokens):
-            logits, tokens = hidden.new_empty(rows, self.out_features), (ctypes.c_long * rows)()
-            if logits.nbytes <= MOST_KEPT:
-                self._logits, self._tokens = logits, tokens
-        pointers = hidden.data_ptr(), self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
-        shape = rows, self.in_features, self.out_features, torch.get_num_threads()
-        self._kernels.best_tokens(*pointers, logits.data_ptr(), ctypes.addressof(tokens), self.kind, *shape)
-        return tokens[:rows]
-
-
-def on_huge_pages(num_bytes: int) -> Tensor:
-    """Return an uninitialised uint8 tensor `[num_bytes]`, for which Linux uses pages of 2 MiB where it can.
-
-    A core that reads 25 GB in a second needs the address of another page of 4 KiB every 160 nanoseconds. Of huge
-    pages there are so few that the core keeps their addresses in its cache, the TLB.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _dense_tokens(x: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 `layers.py` calls the backend eleven times per layer, and each call takes some microseconds of Python: in a small model,
 most of a decode step. Here the pointers to weights, KV and working memory are written to a table once. A step adds the
 pointers to its own inputs, and one C++ call (`native/layers.h`) computes the rest, with the same kernels in the same
-order: bitwise the same numbers. On a GPU, a CUDA graph is the same idea.
+order: bitwise the same numbers. On a GPU, a CUDA graph is the same idea. With experts, a call ends where torch chooses
+them, once per sparse layer.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from torch import Tensor
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.native_library import INT, F, N, P
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
+from m3_paged_attention.models.experts_config import ExpertsConfig
 
 KV_TYPES = {torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 """`KVType` of kv.h, for KV in another format than the model's."""
@@ -43,7 +45,7 @@ class CLayer(ctypes.Structure):
 
     _fields_ = [
         *_fields(P, "input_norm qk_norm post_attention_norm"),
-        *_fields(CLinear, "qkv o gate_up down"),
+        *_fields(CLinear, "qkv o gate_up down router"),
         *_fields(P, "keys values"),
     ]
 
@@ -53,11 +55,14 @@ class CStep(ctypes.Structure):
 
     _fields_ = [
         *_fields(N, "num_layers hidden_size heads kv_heads head_dim intermediate_size block_size kv_type"),
+        *_fields(N, "num_experts top_k expert_width"),
         *_fields(F, "eps scale"),
         *_fields(P, "embedding norm cos sin layers"),
         *_fields(N, "num_tokens num_prefill_tokens num_prefills num_decodes table_stride"),
         *_fields(INT, "threads"),
         *_fields(P, "input_ids positions slots starts lengths tables output work angles"),
+        *_fields(N, "layer"),
+        *_fields(P, "logits of_experts experts expert_weights"),
     ]
 
 
@@ -70,7 +75,8 @@ class NativeStep:
         self.model = model
         self.run_layers = run_layers
         self._known = list(model.layers)
-        layers = [_layer(layer, *kv.layer(index)[:2]) for index, layer in enumerate(model.layers)]
+        sparse = () if config.experts is None else config.experts.layers
+        layers = [_layer(layer, index in sparse, *kv.layer(index)[:2]) for index, layer in enumerate(model.layers)]
         self._layers = (CLayer * len(layers))(*layers)
         self.table = CStep(
             num_layers=config.num_layers,
@@ -95,6 +101,8 @@ class NativeStep:
         self._work = torch.empty(MOST_TOKENS * width, dtype=model.dtype)
         self._angles = torch.empty(MOST_TOKENS * config.head_dim)
         self.table.work, self.table.angles = self._work.data_ptr(), self._angles.data_ptr()
+        if config.experts is not None:
+            self._add_experts(config.experts)
 
     def takes(self, metadata: AttentionMetadata) -> bool:
         """Return whether this is such a step: not too large, and of the layers in the table."""
@@ -107,8 +115,13 @@ class NativeStep:
         `input_ids` and `positions` are int64 `[num_tokens]`.
         """
         input_ids, positions = input_ids.contiguous(), positions.contiguous()
-        output = self.fill(input_ids, positions, metadata)
-        self.run_layers(ctypes.addressof(self.table))
+        output, table = self.fill(input_ids, positions, metadata), self.table
+        self.run_layers(ctypes.addressof(table))
+        while table.layer < table.num_layers:
+            mlp = self.model.layers[table.layer].mlp
+            experts, weights = mlp.choose(self._logits[: len(output)])
+            table.experts, table.expert_weights = experts.data_ptr(), weights.data_ptr()
+            self.run_layers(ctypes.addressof(table))
         return output
 
     def fill(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -127,8 +140,16 @@ class NativeStep:
         table.input_ids, table.positions = input_ids.data_ptr(), positions.data_ptr()
         table.slots, table.starts = metadata.slot_mapping.data_ptr(), metadata.query_start_loc.data_ptr()
         table.lengths, table.tables = metadata.seq_lens.data_ptr(), tables.data_ptr()
-        table.output = output.data_ptr()
+        table.output, table.layer = output.data_ptr(), -1
         return output
+
+    def _add_experts(self, config: ExpertsConfig) -> None:
+        """Write the sizes and the memory of experts to the table."""
+        table, pairs = self.table, MOST_TOKENS * config.top_k
+        table.num_experts, table.top_k, table.expert_width = config.num_experts, config.top_k, config.intermediate_size
+        self._logits = torch.empty(MOST_TOKENS, config.num_experts, dtype=self.model.dtype)
+        self._of_experts = torch.empty(pairs * (2 * table.hidden_size + table.expert_width), dtype=self.model.dtype)
+        table.logits, table.of_experts = self._logits.data_ptr(), self._of_experts.data_ptr()
 
 
 def kv_type(layer: KVLayer, dtype: torch.dtype) -> int:
@@ -137,17 +158,22 @@ def kv_type(layer: KVLayer, dtype: torch.dtype) -> int:
     return 0 if found == dtype else KV_TYPES[found]
 
 
-def _layer(layer: Any, keys: Tensor, values: Tensor) -> CLayer:
+def _layer(layer: Any, is_sparse: bool, keys: Tensor, values: Tensor) -> CLayer:
     """Return the table's row of a `DecoderLayer`."""
     attention, mlp = layer.attention, layer.mlp
+    if is_sparse:
+        panels = {"gate_up": mlp.experts.gate_up, "down": mlp.experts.down}
+        of_mlp = {name: CLinear(packed=each.packed.data_ptr(), kind=each.kind) for name, each in panels.items()}
+        of_mlp["router"] = CLinear.of(mlp.router)
+    else:
+        of_mlp = {"gate_up": CLinear.of(mlp.gate_up_proj), "down": CLinear.of(mlp.down_proj)}
     return CLayer(
         input_norm=layer.input_norm.data_ptr(),
         qk_norm=_pointer(attention.qk_norm),
         post_attention_norm=layer.post_attention_norm.data_ptr(),
         qkv=CLinear.of(attention.qkv_proj),
         o=CLinear.of(attention.o_proj),
-        gate_up=CLinear.of(mlp.gate_up_proj),
-        down=CLinear.of(mlp.down_proj),
+        **of_mlp,
         keys=keys.data_ptr(),
         values=values.data_ptr(),
     )

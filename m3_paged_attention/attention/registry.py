@@ -18,6 +18,7 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import ModelDescription
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.experts import Experts
 from m3_paged_attention.int8_weight import Weight
 from m3_paged_attention.kv_storage import KVLayer, KVStorage, Step
 from m3_paged_attention.linear import Linear
@@ -34,6 +35,12 @@ class Backend(Protocol):
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Return a layer `y = x W^T + b` of `weight` `[out_features, in_features]`, which it may keep or copy."""
+
+    def experts(self, gate_up: Weight, down: Weight, num_experts: int) -> Experts:
+        """Return the experts of a layer, whose weights it may keep or copy.
+
+        `gate_up`: `[num_experts * 2 * width, hidden_size]`; `down`: `[num_experts * hidden_size, width]`.
+        """
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write `key` and `value` `[tokens, kv_heads, head_dim]` to the slots of `slot_mapping`."""

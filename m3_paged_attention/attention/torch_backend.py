@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from m1_single_request.model_loader import ModelDescription
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.tiles import Plan, Prefill, Scratch
+from m3_paged_attention.experts import Experts, LinearExperts
 from m3_paged_attention.int8_weight import Weight
 from m3_paged_attention.kv_dtype import quantize
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
@@ -42,6 +43,10 @@ class TorchBackend:
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Return a layer with the weight in oneDNN's layout if available, else unchanged; so is a quantized one."""
         return (pack(weight, bias) if isinstance(weight, Tensor) else None) or plain(weight, bias)
+
+    def experts(self, gate_up: Weight, down: Weight, num_experts: int) -> Experts:
+        """Return experts whose linear layers are those of `linear`."""
+        return LinearExperts(self, gate_up, down, num_experts)
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write `key` and `value` `[tokens, kv_heads, head_dim]` to the slots of `slot_mapping`."""

@@ -23,6 +23,7 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import ModelDescription
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.triton_attention import join_splits_kernel, paged_decode_kernel, paged_prefill_kernel
+from m3_paged_attention.attention.triton_expert_layer import TritonExperts
 from m3_paged_attention.attention.triton_pointwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
 from m3_paged_attention.attention.triton_store import store_kv_kernel, store_scaled_kv_kernel
 from m3_paged_attention.attention.triton_tiles import (
@@ -34,6 +35,7 @@ from m3_paged_attention.attention.triton_tiles import (
     prefill_tile,
     split_tile,
 )
+from m3_paged_attention.experts import Experts
 from m3_paged_attention.int8_weight import Weight
 from m3_paged_attention.kv_dtype import LARGEST
 from m3_paged_attention.kv_storage import KVLayer, KVStorage
@@ -69,6 +71,11 @@ class TritonBackend:
         """Return a layer with the weight unchanged: another layout would not make cuBLAS faster."""
         assert isinstance(weight, Tensor)  # `check`
         return PlainLinear(weight, bias)
+
+    def experts(self, gate_up: Weight, down: Weight, num_experts: int) -> Experts:
+        """Return experts with the weights unchanged."""
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # `check`
+        return TritonExperts(self.silu_mul, gate_up, down, num_experts)
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write the new keys and values `[num_tokens, num_kv_heads, head_dim]` into the slots of `slot_mapping`."""

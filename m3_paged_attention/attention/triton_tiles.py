@@ -62,6 +62,17 @@ def split_tile(head_dim: int, group: int, width: int, dtype: torch.dtype, device
     return Tile(rows, 64 if head_pad <= 128 else 32, 4, 3 if rows <= 32 else 2)
 
 
+@functools.cache
+def experts_tile(pairs_per_expert: int, dtype: torch.dtype, device_type: str) -> Tile:
+    """Return the tile of the products of experts (pairs by features), for a mean number of pairs per expert."""
+    if device_type == "cpu":
+        return Tile(16, 32, 4, 1)
+    rows = max(16, min(64 if dtype == torch.float32 else 128, power_of_two(pairs_per_expert)))
+    if dtype == torch.float32:
+        return Tile(rows, 32, 8, 1)
+    return Tile(rows, 128, 8 if rows == 128 else 4, 3)
+
+
 def num_splits(num_rows: int, num_kv_heads: int, num_multiprocessors: int) -> int:
     """Return the number of splits of every row: enough that the rows fill the GPU, whatever their lengths are.
 

@@ -1,6 +1,6 @@
-"""Convert a config.json to a `DecoderConfig`: the sizes and options of one decoder for Qwen3, Qwen2 and Llama.
+"""Convert a config.json to a `DecoderConfig`: the sizes and options of one decoder for Qwen3, Qwen3-MoE, Qwen2, Llama.
 
-The three families are the same network with a few options, and this file lists the options. Unsupported models are
+The four families are the same network with a few options, and this file lists the options. Unsupported models are
 rejected here, before the weights are read: other activations, sliding windows, unknown rope types. m1 and m2 run more
 models, because they use transformers' own. vLLM: a file per family in `model_executor/models`; SGLang: `models`.
 """
@@ -14,9 +14,16 @@ from transformers import PreTrainedConfig
 from m1_single_request.errors import LONGEST_REASON, ModelLoadError, shown
 from m1_single_request.field_rules import valid
 from m1_single_request.model_loader import check_size, head_dim
+from m3_paged_attention.models.experts_config import ExpertsConfig, experts_config
 from m3_paged_attention.models.rotary import ROPE_TYPES, RopeConfig, default_rope, scaled_rope
 
-MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+MODEL_TYPES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen2ForCausalLM": "qwen2",
+    "LlamaForCausalLM": "llama",
+}
+"""Supported architectures, and the `model_type` of each."""
 SILU_NAMES = ("silu", "swish")
 Constant = Annotated[float, Meta(ge=0, le=1e18)]  # far above any real value; larger ones overflow float32
 RopeNumber = Annotated[float, Meta(gt=0, le=1e18)]  # or C integers
@@ -49,6 +56,8 @@ class DecoderConfig:
     tie_word_embeddings: bool
     """True if the output layer is the embedding."""
     rope: RopeConfig
+    experts: ExpertsConfig | None = None
+    """None: no layer has experts."""
     initializer_range: float = 0.02
     """The standard deviation of `dummy` weights."""
 
@@ -77,9 +86,10 @@ def decoder_config(name: str, architecture: str, config: PreTrainedConfig, *, mo
         qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has them; its config has no option
         o_bias=not is_qwen2 and attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and bool(config.mlp_bias),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         tie_word_embeddings=bool(config.tie_word_embeddings),
         rope=_rope_config(name, config),
+        experts=experts_config(name, config) if architecture == "Qwen3MoeForCausalLM" else None,
         initializer_range=config.initializer_range or 0.02,
     )
     _check_sizes(name, decoder)

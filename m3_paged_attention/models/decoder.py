@@ -1,7 +1,7 @@
 """The decoder: computes one hidden state per token, and logits for selected hidden states.
 
 m1 and m2 ran transformers' model on a padded batch. From here on the forward pass is ours: one flat row of tokens, KV
-in blocks, and a backend for the computation. The same class runs Qwen3, Qwen2 and Llama.
+in blocks, and a backend for the computation. The same class runs Qwen3, Qwen3-MoE, Qwen2 and Llama.
 vLLM: `model_executor/models/llama.py`; SGLang: `models/llama.py`.
 """
 
@@ -15,10 +15,11 @@ from m3_paged_attention.kv_cache_spec import KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.architecture import DecoderConfig
 from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
+from m3_paged_attention.models.qwen3_moe import SparseMLP
 from m3_paged_attention.models.rotary import RotaryTable
 from m3_paged_attention.models.weights import DecoderWeights
 
-IN_ONE_CALL = (KVStorage, DecoderLayer, Attention, MLP)
+IN_ONE_CALL = (KVStorage, DecoderLayer, Attention, MLP, SparseMLP)
 """Classes, not their subclasses, of all that a backend computes or reads where it runs all layers in one call."""
 
 
@@ -43,6 +44,13 @@ class Decoder:
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.kv_dtype = kv_dtype
         self.rotary = RotaryTable(config.rope, max_model_len, self.device)
+        sizes = [
+            (each.gate_up.nbytes + each.down.nbytes) // len(each.router)
+            for each in weights.layers
+            if each.router is not None
+        ]
+        self.expert_bytes = sizes[0] if sizes else 0
+        """Size of the weights of one expert; 0 without experts."""
         self.layers: list[DecoderLayer] = []
         while weights.layers:
             self.layers.append(DecoderLayer(config, weights.layers.pop(0), backend))

@@ -1,4 +1,4 @@
-"""The decoder's layers: attention and MLP, with fused linear layers.
+"""The decoder's layers: attention and MLP, with fused linear layers; `qwen3_moe.py` has the MLP of sparse layers.
 
 Q, K and V are one matrix product, and so are gate and up: one large weight is read faster than several small ones, and
 on a CPU every call costs microseconds. The backend computes the products and all operations between them. The classes
@@ -13,6 +13,7 @@ from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.registry import Backend
 from m3_paged_attention.kv_storage import KVLayer
 from m3_paged_attention.models.architecture import DecoderConfig
+from m3_paged_attention.models.qwen3_moe import SparseMLP
 from m3_paged_attention.models.weights import LayerWeights
 
 
@@ -77,7 +78,12 @@ class DecoderLayer:
         self.input_norm = weights.input_norm
         self.post_attention_norm = weights.post_attention_norm
         self.attention = Attention(config, weights, backend)
-        self.mlp = MLP(weights, backend)
+        self.mlp: MLP | SparseMLP
+        if weights.router is None:
+            self.mlp = MLP(weights, backend)
+        else:
+            assert config.experts is not None
+            self.mlp = SparseMLP(config.experts, weights.router, weights.gate_up, weights.down, backend)
 
     def __call__(
         self,

@@ -20,6 +20,7 @@ from m1_single_request.errors import ModelLoadError, shown
 from m1_single_request.model_loader import check_stored_type, check_tensors
 from m3_paged_attention.int8_weight import Int8Weight, Weight
 from m3_paged_attention.models.architecture import DecoderConfig
+from m3_paged_attention.models.qwen3_moe import Layout, StackedExperts, layout_of, parts_of_experts
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "model-*.safetensors")
@@ -34,10 +35,13 @@ MODULES = {
     "k_norm": ["self_attn.k_norm"],
     "o": ["self_attn.o_proj"],
     "post_attention_norm": ["post_attention_layernorm"],
+    "router": ["mlp.gate"],
     "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "down": ["mlp.down_proj"],
 }
-"""For a field of `LayerWeights`: the modules in the files whose rows, in this order, are its rows."""
+"""For a field of `LayerWeights`: the modules in the files whose rows, in this order, are its rows; not for experts."""
+Place = Weight | StackedExperts
+"""Memory that a tensor of the files is copied to."""
 ROWS = 4096  # compared at a time, so that no second copy of the embedding is needed
 
 
@@ -53,6 +57,9 @@ class LayerWeights:
     o: Weight  # [hidden_size, num_heads * head_dim]
     o_bias: Tensor | None
     post_attention_norm: Tensor  # [hidden_size]
+    router: (
+        Tensor | None
+    )  # [num_experts, hidden_size]; then the next ones are those of all experts, one after the other
     gate_up: Weight  # [2 * intermediate_size, hidden_size]
     gate_up_bias: Tensor | None
     down: Weight  # [hidden_size, intermediate_size]
@@ -112,10 +119,13 @@ def allocate(
     def linear(out_features: int, in_features: int) -> Weight:
         return EMPTY[quantization](out_features, in_features, dtype, device)
 
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, dim, experts = config.hidden_size, config.head_dim, config.experts
     query_features, qkv_features = config.num_heads * dim, (config.num_heads + 2 * config.num_kv_heads) * dim
 
-    def layer() -> LayerWeights:
+    def layer(index: int) -> LayerWeights:
+        count, inner, router = 1, config.intermediate_size, None
+        if experts is not None and index in experts.layers:
+            count, inner, router = experts.num_experts, experts.intermediate_size, empty(experts.num_experts, hidden)
         return LayerWeights(
             input_norm=empty(hidden),
             qkv=linear(qkv_features, hidden),
@@ -125,24 +135,27 @@ def allocate(
             o=linear(hidden, query_features),
             o_bias=empty(hidden) if config.o_bias else None,
             post_attention_norm=empty(hidden),
-            gate_up=linear(2 * inner, hidden),
+            router=router,
+            gate_up=linear(count * 2 * inner, hidden),
             gate_up_bias=empty(2 * inner) if config.mlp_bias else None,
-            down=linear(hidden, inner),
+            down=linear(count * hidden, inner),
             down_bias=empty(hidden) if config.mlp_bias else None,
         )
 
     embedding = empty(config.vocab_size, hidden)
     return DecoderWeights(
         embedding=embedding,
-        layers=[layer() for _ in range(config.num_layers)],
+        layers=[layer(index) for index in range(config.num_layers)],
         norm=empty(hidden),
         head=embedding if config.tie_word_embeddings and quantization is None else linear(config.vocab_size, hidden),
     )
 
 
-def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX) -> dict[str, Weight]:
+def places(
+    config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX, layout: Layout = "single"
+) -> dict[str, Place]:
     """Return the destination of each tensor: its name in the files -> a view of our tensors of the same shape."""
-    targets: dict[str, Weight] = {
+    targets: dict[str, Place] = {
         f"{prefix}embed_tokens.weight": weights.embedding,
         f"{prefix}norm.weight": weights.norm,
     }
@@ -151,12 +164,17 @@ def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX)
     for index, layer in enumerate(weights.layers):
         for field, tensor in vars(layer).items():
             if tensor is not None:
-                targets |= parts_of(config, f"{prefix}layers.{index}", field, tensor)
+                targets |= parts_of(config, prefix, index, field, tensor, layout)
     return targets
 
 
-def parts_of(config: DecoderConfig, layer: str, field: str, tensor: Weight) -> dict[str, Weight]:
-    """Return the parts of a tensor of `LayerWeights` by their names in the files, which begin with `layer`."""
+def parts_of(
+    config: DecoderConfig, prefix: str, index: int, field: str, tensor: Weight, layout: Layout
+) -> dict[str, Place]:
+    """Return the parts of a tensor of layer `index` by their names in the files. `field`: of `LayerWeights`."""
+    layer, experts = f"{prefix}layers.{index}", config.experts
+    if experts is not None and index in experts.layers and field in ("gate_up", "down"):
+        return parts_of_experts(experts, f"{layer}.mlp", field, tensor, layout)
     query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     of_several = {"qkv": [query, key_value, key_value], "gate_up": [config.intermediate_size] * 2}
     name = field.removesuffix("_bias")
@@ -181,8 +199,16 @@ def load_weights(
     """
     check_decoder(name, headers, config, dtype, prefix)
     weights = allocate(config, dtype, device, quantization)
-    fill(places(config, weights, prefix), headers)
+    fill(places(config, weights, prefix, layout_in(headers, config, prefix)), headers)
     return with_tied_head(weights, config)
+
+
+def layout_in(headers: Mapping[str, Header], config: DecoderConfig, prefix: str) -> Layout:
+    """Return how the files store experts, by those of the first sparse layer."""
+    if config.experts is None:
+        return "single"
+    shapes = {name: header.shape for name, header in headers.items()}
+    return layout_of(config.experts, config.hidden_size, shapes, f"{prefix}layers.{min(config.experts.layers)}.mlp")
 
 
 def with_tied_head(weights: DecoderWeights, config: DecoderConfig) -> DecoderWeights:
@@ -197,12 +223,13 @@ def check_decoder(
 ) -> None:
     """Raise the errors of `load_weights`, which stand in the headers. Of the tensors themselves it reads the output
     layer alone, where it is stored although config.json ties it."""
-    check_headers(name, headers, places(config, allocate(config, dtype, torch.device("meta")), prefix))
+    weights = allocate(config, dtype, torch.device("meta"))
+    check_headers(name, headers, places(config, weights, prefix, layout_in(headers, config, prefix)))
     if config.tie_word_embeddings and HEAD in headers:
         _check_tied_head(name, headers, f"{prefix}embed_tokens.weight", dtype)
 
 
-def fill(targets: Mapping[str, Weight], headers: Mapping[str, Header]) -> None:
+def fill(targets: Mapping[str, Place], headers: Mapping[str, Header]) -> None:
     """Copy the files' tensors to the tensors of the same name in `targets`, converted to the target's type."""
     for file in dict.fromkeys(header.file for header in headers.values()):
         with safe_open(file, framework="pt") as tensors:
@@ -220,7 +247,7 @@ def dummy_weights(
     return with_tied_head(weights, config)
 
 
-def draw(tensors: Mapping[str, Weight], spread: float, generator: torch.Generator) -> None:
+def draw(tensors: Mapping[str, Place], spread: float, generator: torch.Generator) -> None:
     """Initialise every tensor as before training; `spread` is the standard deviation of the random values."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -272,7 +299,7 @@ def read_headers(name: str, directory: Path) -> dict[str, Header]:
     return headers
 
 
-def check_headers(name: str, headers: Mapping[str, Header], expected: Mapping[str, Weight]) -> None:
+def check_headers(name: str, headers: Mapping[str, Header], expected: Mapping[str, Place]) -> None:
     """Raise `ModelLoadError` unless the files have exactly the `expected` tensors, with the same shapes.
 
     Two kinds of additional tensors are allowed: old checkpoints store the rotary frequencies, which follow from
@@ -282,7 +309,7 @@ def check_headers(name: str, headers: Mapping[str, Header], expected: Mapping[st
         key for key in headers.keys() - expected.keys() if not key.endswith("rotary_emb.inv_freq") and key != HEAD
     ]
     misshapen = [
-        f"{key} {list(headers[key].shape)} instead of {list(tensor.shape)}"
+        f"{key} {list(headers[key].shape)} instead of {list(tensor.shape)} in {headers[key].file.name}"
         for key, tensor in expected.items()
         if key in headers and headers[key].shape != tuple(tensor.shape)
     ]

@@ -22,7 +22,7 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.trace_event import size
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.attention.native_backend import on_huge_pages
+from m3_paged_attention.attention.native_linear import on_huge_pages
 from m3_paged_attention.kv_cache_spec import KVCacheSpec
 from m3_paged_attention.kv_dtype import LARGEST
 from m3_paged_attention.kv_storage import KVLayer, KVStorage

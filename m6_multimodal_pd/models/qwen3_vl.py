@@ -1,4 +1,4 @@
-"""Qwen3-VL's language model: m3's decoder, in which tokens may belong to images.
+"""The language model of Qwen3-VL and Qwen3-VL-MoE: m3's decoder, in which tokens may belong to images.
 
 Since m3: the embedding of a token of an image is computed by the vision tower, its position has three axes (M-RoPE),
 and features of the tower's middle layers are added to its hidden state after the first layers (DeepStack). Tokens of
@@ -24,7 +24,12 @@ from m3_paged_attention.models.weights import DecoderWeights
 from m6_multimodal_pd.models.rotary import MRopeTable, mrope_section
 from m6_multimodal_pd.multimodal.media_settings import MediaTokens
 
-ARCHITECTURE, MODEL_TYPE, TEXT_MODEL_TYPE = "Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl_text"
+FAMILIES = {
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "Qwen3ForCausalLM"),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "Qwen3MoeForCausalLM"),
+}
+"""Supported architectures: the `model_type` of each, to which its text config adds `_text`, and the family of text
+models that its decoder belongs to."""
 PREFIX = "model.language_model."
 """Prefix of the names of the decoder's tensors, on the hub and in files of transformers."""
 
@@ -57,20 +62,22 @@ class VisualTokens:
     add after the first layer, after the second, ..."""
 
 
-def vl_decoder_config(name: str, config: PreTrainedConfig) -> VLDecoderConfig:
-    """Return the language model that a `Qwen3VLConfig` describes. Raises `ModelLoadError`, with the model's `name`, for
-    a config that is not supported."""
-    for part, model_type in ((None, MODEL_TYPE), ("text_config", TEXT_MODEL_TYPE)):
+def vl_decoder_config(name: str, architecture: str, config: PreTrainedConfig) -> VLDecoderConfig:
+    """Return the language model that a config of one of the `FAMILIES` describes. Raises `ModelLoadError`, with the
+    model's `name`, for a config that is not supported."""
+    own_type, family = FAMILIES[architecture]
+    text_type = f"{own_type}_text"
+    for part, model_type in ((None, own_type), ("text_config", text_type)):
         found = getattr(config if part is None else getattr(config, part), "model_type", None)
         if found != model_type:
             raise ModelLoadError(
-                f"{name}: config.json names the architecture {ARCHITECTURE} but model_type={shown(found)} where it "
+                f"{name}: config.json names the architecture {architecture} but model_type={shown(found)} where it "
                 f"must be {model_type!r}"
             )
     check_not_quantized(name, config)
     text = copy.copy(config.text_config)
     text.tie_word_embeddings = config.tie_word_embeddings  # the output layer belongs to the whole model
-    decoder = decoder_config(name, "Qwen3ForCausalLM", text, model_type=TEXT_MODEL_TYPE)
+    decoder = decoder_config(name, family, text, model_type=text_type)
     return VLDecoderConfig(
         decoder=decoder,
         mrope_section=mrope_section(name, text.rope_parameters or {}, decoder.head_dim),

@@ -21,7 +21,7 @@ from m6_multimodal_pd.models.vision_network import ACTIVATIONS, Grid, VisionNetw
 
 PREFIX = "model.visual."
 """Prefix of the names of the tower's tensors, on the hub and in files of transformers."""
-MODEL_TYPE = "qwen3_vl_vision"
+MODEL_TYPES = ("qwen3_vl_vision", "qwen3_vl_moe_vision")
 SIZES = (
     "hidden_size intermediate_size num_heads in_channels patch_size temporal_patch_size spatial_merge_size "
     "out_hidden_size num_position_embeddings"
@@ -114,8 +114,8 @@ def count_weights(config: PreTrainedConfig) -> int:
 
 def check_vision_config(name: str, config: PreTrainedConfig, language: VLDecoderConfig) -> None:
     """Raise `ModelLoadError`, with the model's `name`, for a tower that cannot be built or does not fit `language`."""
-    if config.model_type != MODEL_TYPE:
-        raise ModelLoadError(f"{name}: vision_config has model_type={shown(config.model_type)}, not {MODEL_TYPE!r}")
+    if config.model_type not in MODEL_TYPES:
+        raise ModelLoadError(f"{name}: vision_config has model_type={shown(config.model_type)}, not {MODEL_TYPES[0]!r}")
     check_size(name, "vision_config.depth", config.depth, high=LARGEST_DEPTH)
     for field in SIZES:
         check_size(name, f"vision_config.{field}", getattr(config, field))

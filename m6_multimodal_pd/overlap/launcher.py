@@ -84,7 +84,8 @@ class Launcher:
         self.worker, self.runner = worker, worker.model_runner
         self.future_map = FutureMap(num_rows, self.runner.device)
         self.is_cuda = self.runner.device.type == "cuda"
-        self.thread = NativeThread(2) if isinstance(self.runner.kv.step, NativeStep) else None
+        is_one_call = isinstance(self.runner.kv.step, NativeStep) and self.runner.model.config.experts is None
+        self.thread = NativeThread(2) if is_one_call else None
         self.row_sampler = self.runner.rejection_sampler.one_each
         # Trace events read logits. On the stream of the steps they would wait for the one that is queued behind.
         self._reads: Any = None
@@ -99,6 +100,8 @@ class Launcher:
         if self.is_cuda or self.thread is not None:
             return None
         model = self.runner.model
+        if isinstance(self.runner.kv.step, NativeStep):
+            return "on a CPU a step with experts is several calls, and torch chooses the experts between them"
         return model.eager_reason or f"the {model.backend.name} backend has no thread that runs all layers"
 
     def launch(self, batch: ModelWorkerBatch, behind: ForwardOutput | None) -> ForwardOutput:

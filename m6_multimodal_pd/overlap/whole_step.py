@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from m1_single_request.sampler import Sampler
-from m3_paged_attention.attention.native_backend import NativeLinear
 from m3_paged_attention.attention.native_library import PRECISIONS, N, P
+from m3_paged_attention.attention.native_linear import NativeLinear
 from m3_paged_attention.attention.native_step import CLinear, CStep, NativeStep
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.row_sampler import plain_metadata

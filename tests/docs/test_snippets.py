@@ -35,6 +35,7 @@ NOT_RUN = {
     r".*: (mkdocs serve|jupyter lab notebooks|ruff .*|mypy|lint-imports|\.ci/run)": "a part of `.ci/run`",
     r".*: pytest(?! -m gpu| --part).*": "this suite, or a part of it",
     r".*(--device cuda|torch\.cuda|pytest -m gpu|benchmarks\.device$).*": "needs a GPU, some a model of the hub",
+    r".*: python -m \w+\.demo .*--model Qwen/.*": "needs a model of the hub",
     r".*: python -m docs\.(house|record_steps).*": "a test compares the files with what it would write",
     r".*: python -m training\.tiny_.*": "trains for 80 minutes and more",
     r".*: python -m training\.evaluate.*": "asks thousands of questions: takes minutes",

@@ -1,4 +1,4 @@
-"""Random models of every supported architecture, tiny, saved as real Hugging Face directories.
+"""Random models of every supported text architecture, tiny, saved as real Hugging Face directories.
 
 Large random weights (standard deviation 0.3) keep the best two logits apart. Biases and the weights of norms are random
 as well: a model that forgets one of them cannot give the same tokens.
@@ -17,6 +17,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from m1_single_request import DEFAULT_MODEL
@@ -32,6 +34,24 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
+EXPERTS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    # Two of five experts for a token; the second of three layers has one MLP.
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""From m3 on."""
 MODELS = ["embedded", *ARCHITECTURES]
 
 
@@ -46,7 +66,7 @@ def save_random_model(
 
     Its generation config names a list of end-of-sequence ids, as chat models do: the tokenizer's and `stop_ids`.
     """
-    config_class, model_class, settings = ARCHITECTURES[architecture]
+    config_class, model_class, settings = (ARCHITECTURES | EXPERTS)[architecture]
     tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
     common = {
         "vocab_size": len(tokenizer),

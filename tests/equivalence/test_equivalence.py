@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.equivalence.harness import VARIANTS, WAYS, Prompt, Reference, ReferenceModel, Variant, compare
-from tests.equivalence.models import MODELS
+from tests.equivalence.models import EXPERTS, MODELS
 from tests.equivalence.prompts import MAX_TOKENS
 
 References = Callable[[str], tuple[list[Prompt], list[Reference]]]
@@ -24,6 +24,7 @@ class Case(NamedTuple):
 
 
 CASES = [(variant, name) for name in MODELS for variant in VARIANTS if name in (variant.models or MODELS)]
+CASES += [(each, name) for name in EXPERTS for each in VARIANTS if each.milestone >= "m3" and not each.models]
 ASKED = [(case, way) for case in CASES for way in case[0].ways]
 
 

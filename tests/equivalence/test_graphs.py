@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.equivalence.harness import VARIANTS, Prompt, Reference, ReferenceModel, Variant, compare
-from tests.equivalence.models import MODELS
+from tests.equivalence.models import EXPERTS, MODELS
 from tests.equivalence.prompts import MAX_TOKENS
 from tests.m6_multimodal_pd.engines import runner_of
 from tests.m6_multimodal_pd.recorded_graphs import (
@@ -23,7 +23,7 @@ CASES = [
     pytest.param(variant, model, id=f"{variant}-{model}")
     for variant in VARIANTS
     if variant.milestone == "m6_multimodal_pd" and variant.backend == "torch"
-    for model in (variant.models or MODELS)
+    for model in (variant.models or [*MODELS, *EXPERTS])
     if model != "embedded"  # its requests may be so long that kernels which always read all of a block table are slow
 ]
 

@@ -38,10 +38,10 @@ ABOUT_REQUESTS = {"rid", "rids", "owner"}
 """Fields with the ids of the requests of an event: one of them, unless the event is an exception."""
 
 WITHOUT_REQUEST = {
-    "the engine when it starts": "engine_started backend_chosen step_limits eager_steps threads_changed kv_sized "
-    "costs_measured graphs_captured graphs_unavailable normal_order",
+    "the engine when it starts": "engine_started experts_loaded backend_chosen step_limits eager_steps threads_changed "
+    "kv_sized costs_measured graphs_captured graphs_unavailable normal_order",
     "a step or its forward as a whole; `batch` of the same step has the requests": "step_done forward kv_usage "
-    "blocks_used audit step_launched step_arrived",
+    "blocks_used audit step_launched step_arrived experts_used",
     "the whole cache or a tier, flushed by a call of the user": "cache_flushed host_flushed",
     "the disk, to which pages are written beside the steps": "disk_failed",
     "an engine or a process, and the way between two of them": "path_chosen engine_joined engine_refused "

@@ -52,12 +52,15 @@ class Shape:
     head_dim: int
     hidden_size: int
     intermediate_size: int
+    num_experts: int = 0
+    """Experts of a layer; then `intermediate_size` is the width of one."""
 
 
 SHAPES = (
     Shape("Qwen2.5-0.5B", 14, 2, 64, 896, 4864),
     Shape("Qwen3-0.6B", 16, 8, 128, 1024, 3072),
     Shape("Llama-3-8B", 32, 8, 128, 4096, 14336),
+    Shape("Qwen3-30B-A3B", 32, 4, 128, 2048, 768, 128),
 )
 PADDED_SHAPES = (Shape("heads of 96", 32, 32, 96, 3072, 8192), Shape("heads of 256", 8, 4, 256, 2304, 9216))
 PAGE = 16
@@ -65,6 +68,8 @@ NUM_TOKENS, NUM_POSITIONS = 40, 4096
 STEPS = [[20, 17, 1, 1, 1], [1], [1] * 512, [4], [8], [16], [16] * 512]
 """New tokens of each row: prefills beside decodes, decodes of few and of many rows, and verifications. A kernel's code
 depends on the number of rows and on the longest one, and on no length of a context."""
+NUM_TOKENS_OF_EXPERTS, TOP_K = (1, 64, 512, 2048), 8
+"""Tokens of a step whose experts are computed: the tile depends on the mean number of pairs of an expert."""
 MULTIPROCESSORS = 132
 """Of an H100 and an H200."""
 
@@ -129,6 +134,13 @@ def launches(shape: Shape, dtype: torch.dtype) -> None:
         for lens in STEPS[:3]:
             backend.attention(query, layer, _metadata(lens), head_dim**-0.5)
     backend.silu_mul(meta(NUM_TOKENS, 2 * shape.intermediate_size))
+    if shape.num_experts:
+        gate_up = meta(shape.num_experts * 2 * shape.intermediate_size, shape.hidden_size)
+        down = meta(shape.num_experts * shape.hidden_size, shape.intermediate_size)
+        experts = backend.experts(gate_up, down, shape.num_experts)
+        for num_tokens in NUM_TOKENS_OF_EXPERTS:
+            chosen = meta(num_tokens, TOP_K, dtype=torch.int64)
+            experts(meta(num_tokens, shape.hidden_size), chosen, meta(num_tokens, TOP_K))
     table, axes = meta(NUM_POSITIONS, head_dim // 2, dtype=torch.float32), meta(head_dim // 2, dtype=torch.int64)
     gather_with_triton(meta(3, NUM_TOKENS, dtype=torch.int64), table, table, axes)
 

@@ -159,7 +159,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 ATTENTION = {torch.float32: 6e-7, torch.float16: 6e-4, torch.bfloat16: 6e-3}
 NORM = {torch.float32: 2e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 POINTWISE = {torch.float32: 2e-7, torch.float16: 6e-4, torch.bfloat16: 5e-3}
-"""Tolerated error, as a share of the largest expected value. In 16 bits the last rounding decides it."""
+EXPERTS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""Tolerated error, as a share of the largest expected value. In 16 bits the last rounding decides it; for experts, also
+those of what is between their two products, and of the output of each."""
 GPU_FLOOR = 2e-6
 """exp2, division and square roots of a GPU may be off by two units in the last place."""
 
@@ -219,3 +221,14 @@ def in_kv_dtype(batch: PagedBatch, kv_dtype: torch.dtype) -> PagedBatch:
         if seq_len:
             expected[tokens] = causal_attention(batch.query[tokens], *read, batch.scale).cpu()
     return replace(batch, layer=layer, expected=expected)
+
+
+def experts(hidden: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, num_experts: int) -> Tensor:
+    """The sum of each token's experts, times their weights."""
+    gate_ups, downs = (each.double().unflatten(0, (num_experts, -1)) for each in (gate_up, down))
+    rows = []
+    for x, own, factors in zip(hidden.double(), chosen, weights.double(), strict=True):
+        gate, up = (gate_ups[own] @ x).chunk(2, 1)
+        outputs = (downs[own] @ (torch.nn.functional.silu(gate) * up)[..., None])[..., 0]
+        rows.append(factors @ outputs)
+    return torch.stack(rows)

@@ -12,10 +12,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMMON = ["Qwen2.5-0.5B", "Qwen3-0.6B"]  # heads of 64 and of 128
+SPARSE = "Qwen3-30B-A3B"
+OF_EXPERTS = {"order_by_expert_kernel", "experts_kernel"}
 MAX_REGISTERS = 255
 MAX_SHARED_BYTES = 227 * 1024
 MAX_SPILL_BYTES = {"bfloat16": 0, "float16": 0, "float32": 16}
-MATRIX_UNITS = {"paged_prefill_kernel": ["wgmma"], "paged_decode_kernel": ["mma.sync", "wgmma"]}
+MATRIX_UNITS = {
+    "paged_prefill_kernel": ["wgmma"],
+    "paged_decode_kernel": ["mma.sync", "wgmma"],
+    "experts_kernel": ["mma.sync", "wgmma"],
+}
 """A tile of fewer than 64 rows is too small for wgmma."""
 
 
@@ -55,14 +61,14 @@ def compile_for_sm90(dtypes: list[str], shapes: list[str], cache: Path) -> list[
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtypes", "shapes"),
-    [(["bfloat16"], [*COMMON, "heads of 96", "heads of 256"]), (["float16", "float32"], COMMON)],
+    [(["bfloat16"], [*COMMON, SPARSE, "heads of 96", "heads of 256"]), (["float16", "float32"], [*COMMON, SPARSE])],
     ids=["bf16", "fp16-fp32"],
 )
 def test_every_kernel_compiles_and_fits(dtypes, shapes, tmp_path) -> None:
     table = compile_for_sm90(dtypes, shapes, tmp_path)
     for case in itertools.product(dtypes, shapes):
         kernels = {row["kernel"] for row in table if (row["dtype"], row["shape"]) == case}
-        assert kernels == kernels_of_the_tree()
+        assert kernels == kernels_of_the_tree() - (set() if case[1] == SPARSE else OF_EXPERTS)
     for row in table:
         assert row["registers"] <= MAX_REGISTERS, row
         assert row["shared_bytes"] <= MAX_SHARED_BYTES, row

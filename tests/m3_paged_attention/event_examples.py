@@ -4,6 +4,7 @@ import dataclasses
 
 from m1_single_request.trace_event import Event
 from m3_paged_attention.events import BackendChosen, EagerSteps, EngineStarted, KVSized, StepLimits, ThreadsChanged
+from m3_paged_attention.expert_events import ExpertsLoaded, ExpertsUsed
 from m3_paged_attention.kv_events import (
     BlockCopied,
     BlocksAllocated,
@@ -50,6 +51,18 @@ EXAMPLES: dict[Event, list[str]] = {
     ],
     EagerSteps(reason="head_dim=24 is no multiple of 32"): [
         "operations of its layers one by one", "not all layers at once: head_dim=24 is no multiple of 32.",
+    ],
+    ExpertsLoaded(
+        num_layers=24, num_sparse_layers=20, num_experts=48, top_k=4, expert_bytes=3 * 2**20, weight_bytes=3 * 2**30,
+    ): [
+        "20 of 24 layers have 48 experts of 3.0 MiB each: 2.8 GiB of the model's 3.0 GiB.",
+        "A token uses 4 in each layer: it reads 240.0 MiB of them.",
+    ],
+    ExpertsUsed(
+        layers=(0, 2), num_experts=4, loads=(3, 0, 1, 2, 0, 4, 0, 2), top_k=2, expert_bytes=3 * 2**20,
+    ): [
+        "3 tokens chose 2 of 4 experts in each of 2 layers: 5 of 8 were read, 15.0 MiB of 24.0 MiB.",
+        "The busiest, expert 1 of layer 2, has 4 tokens; the mean is 1.5.",
     ],
     SIZED: [
         "512.0 MiB / 256.0 KiB per block = 2,048 blocks of 16 tokens", "block 0", "32,752 tokens", "32.0 requests",

@@ -143,7 +143,7 @@ def test_a_dummy_model_that_no_memory_holds_is_an_error_of_ours(directory: Path)
         ({"rms_norm_eps": float("nan")}, "in config.json, rms_norm_eps=nan is not valid: Expected `float` >= 0.0"),
         ({"initializer_range": float("nan")}, "initializer_range=nan"),
         ({"head_dim": 3}, "head_dim=3 is odd"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "is not supported; supported are"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "is not supported; supported are"),
     ],
     ids=str,
 )

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from m3_paged_attention import ModelConfig, ModelLoadError
 from m3_paged_attention.attention import native_backend, native_library
-from m3_paged_attention.attention.native_backend import NativeBackend, NativeLinear
+from m3_paged_attention.attention.native_backend import NativeBackend
+from m3_paged_attention.attention.native_linear import NativeLinear
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.int8_weight import Int8Weight
 from m3_paged_attention.kv_storage import KVLayer
@@ -230,12 +231,18 @@ def test_linear_hides_no_nan_and_spreads_none(backend, dtype, out_features) -> N
 
 @pytest.mark.parametrize("factor", [0.0, 2**-8, 2**-9, -(2**-9), 1.5 * 2**-9, 1.0, 3.0, INF, NAN])
 def test_sums_are_rounded_as_torch_rounds_them(backend, factor) -> None:
-    """To the nearest bfloat16, ties to even, for each that exists; 2^-9 of a number is the tie above it."""
+    """To the nearest bfloat16, ties to even, for each that exists; 2^-9 of a number is the tie above it.
+
+    Where a processor has an instruction for it, a denormal sum counts as zero.
+    """
     x = EVERY_BF16.view(-1, 256)
     other = (x.float() * factor).bfloat16()
     expected = x + other
     _, total = backend.add_rms_norm(other, x.clone(), torch.ones(256, dtype=BF16), 1e-6)
-    assert same_bits(total, expected)
+    is_denormal = (expected != 0) & (expected.abs() < 2.0**-126)
+    assert same_bits(total[~is_denormal], expected[~is_denormal])
+    of_denormals = total[is_denormal]
+    assert torch.equal(of_denormals, expected[is_denormal]) or not of_denormals.any()
 
 
 @pytest.mark.parametrize("out_features", [64, 3])

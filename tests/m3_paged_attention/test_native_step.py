@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "no norms of heads, biases of Q, K and V": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
     "all biases": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}),
     "one layer": ("qwen3", WIDE | {"num_hidden_layers": 1}),
+    "experts": ("qwen3_moe", {}),
+    "experts in the first and the last layer": ("qwen3_moe", {"num_experts_per_tok": 1}),
 }
 
 

@@ -163,7 +163,7 @@ def anonymous_bytes() -> int:
         (lambda tensors: tensors.update(extra=torch.zeros(3)), "the weights have unexpected extra;"),
         (
             lambda tensors: tensors.update({Q_PROJ: torch.zeros(3, 5)}),
-            f"the weights have other shapes for {Q_PROJ} [3, 5] instead of [96, 64];",
+            f"the weights have other shapes for {Q_PROJ} [3, 5] instead of [96, 64] in model",
         ),
         (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].T.contiguous()}), "[64, 96] instead of [96, 64]"),
         (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ][None]}), "[1, 96, 64] instead of [96, 64]"),

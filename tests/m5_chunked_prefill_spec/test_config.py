@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from m1_single_request.trace_readers import Records
 from m3_paged_attention.device_limits import DeviceLimits
+from m3_paged_attention.expert_events import ExpertsUsed
 from m5_chunked_prefill_spec import (
     ConfigError,
     InvalidRequestError,
@@ -15,9 +17,11 @@ from m5_chunked_prefill_spec import (
     PromptTooLongError,
     SchedulerConfig,
     SpeculativeConfig,
+    TraceConfig,
 )
 from m5_chunked_prefill_spec.model_runner import ModelRunner
-from tests.m5_chunked_prefill_spec.engines import COSTS, MakeEngine, greedy, ids, scheduler_of, setting
+from tests.equivalence.models import save_random_model
+from tests.m5_chunked_prefill_spec.engines import COSTS, MakeEngine, greedy, ids, runner_of, scheduler_of, setting
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,17 @@ def test_steps_are_measured_that_are_larger_than_the_longest_request(tiny_direct
     with LLMEngine(model_config=model, **limits) as engine:
         table = scheduler_of(engine).composer.cost_table  # type: ignore[attr-defined]
         assert table.num_tokens[:8] == (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def test_steps_are_measured_with_many_different_tokens(tmp_path: Path) -> None:
+    """Equal tokens would all read the same few experts, and no step of an engine costs so little."""
+    records, directory = Records(), save_random_model(tmp_path, "qwen3_moe")
+    model = ModelConfig(model=directory, device="cpu", dtype="float32")
+    with LLMEngine(model_config=model, trace_config=TraceConfig(readers=(records,), experts=True)) as engine:
+        runner_of(engine).measure_costs(64)
+    used = [event for _, event in records.of(ExpertsUsed)]
+    assert {each.num_read for each in used if each.num_tokens == 1} == {4}
+    assert {each.num_read for each in used if each.num_tokens == 64} == {10}, "two of three layers have five experts"
 
 
 # --- intake -----------------------------------------------------------------------------------------------------------

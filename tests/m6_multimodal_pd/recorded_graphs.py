@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.torch_backend import TorchBackend
+from m3_paged_attention.experts import Experts, LinearExperts
 from m3_paged_attention.int8_weight import Weight
 from m3_paged_attention.kv_storage import KVLayer
 from m3_paged_attention.linear import Linear, plain
@@ -118,6 +119,16 @@ def write(old: Any, new: Any) -> None:
         target.copy_(source)
 
 
+class StaticExperts(LinearExperts):
+    """Every token goes through every expert: nothing depends on which of them are chosen."""
+
+    def __call__(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        layers = zip(self.gate_up.layers, self.down.layers, strict=True)
+        outputs = torch.stack([down(self.silu_mul(gate_up(hidden))) for gate_up, down in layers], 1)
+        chosen = outputs.take_along_dim(experts[..., None], 1)
+        return (chosen * weights[..., None]).sum(1)
+
+
 class StaticBackend(TorchBackend):
     """Kernels that a graph can hold, like those of the triton backend, and much faster than its interpreter.
 
@@ -128,6 +139,9 @@ class StaticBackend(TorchBackend):
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         return plain(weight, bias)
+
+    def experts(self, gate_up: Weight, down: Weight, num_experts: int) -> Experts:
+        return StaticExperts(self, gate_up, down, num_experts)
 
     def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
         num_tokens, num_heads, _ = query.shape

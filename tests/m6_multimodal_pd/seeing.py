@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import Qwen3VLForConditionalGeneration
 
 from m6_multimodal_pd import SamplingParams
 from m6_multimodal_pd.multimodal.inputs import Modality
@@ -97,7 +96,7 @@ class Theirs:
     """transformers' answers, each computed once."""
 
     def __init__(self, directory: Path) -> None:
-        self.model: Qwen3VLForConditionalGeneration = theirs(directory).eval()
+        self.model: Any = theirs(directory).eval()
         self._answers: dict[Any, tuple[tuple[int, ...], tuple[float, ...]]] = {}
 
     def arguments(self, prompt: Sequence[int]) -> dict[str, Any]:

@@ -121,6 +121,7 @@ def step_without_layers(logits: Tensor, bias: Tensor, ids: list[int], newest: li
             output=output.data_ptr(),
             work=work.data_ptr(),
             angles=angles.data_ptr(),
+            layer=-1,
         ),
         input_ids=input_ids.data_ptr(),
         newest=of_rows.data_ptr(),

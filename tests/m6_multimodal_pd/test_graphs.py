@@ -15,9 +15,13 @@ import torch
 
 from m1_single_request.trace_readers import Records
 from m3_paged_attention.attention.torch_backend import TorchBackend
+from m3_paged_attention.expert_events import ExpertsUsed
 from m3_paged_attention.models.layers import MLP
 from m6_multimodal_pd import ConfigError, DisaggregationConfig, LLMEngine, ModelConfig, TraceConfig
 from m6_multimodal_pd.events import GraphsCaptured, GraphsUnavailable
+from tests.equivalence.models import save_random_model
+from tests.kernels import references
+from tests.kernels.references import assert_close
 from tests.m5_chunked_prefill_spec.conftest import draft_directory as draft_directory
 from tests.m5_chunked_prefill_spec.engines import knowing
 from tests.m6_multimodal_pd.engines import finish, greedy, runner_of, setting
@@ -39,10 +43,11 @@ PROMPTS = [ids(9), ids(30, 100), ids(5, 300), ids(17, 500), ids(3, 700), ids(1, 
 def serving(directory: Path, **more: Any) -> Iterator[tuple[LLMEngine, Records]]:
     """An engine for at most five requests at once, and its trace; `more` as for `setting`, or a configuration."""
     records, limits = Records(), {"max_num_seqs": 5, "max_num_batched_tokens": 64}
+    trace = TraceConfig(readers=(records,), experts=more.pop("trace_experts", False))
     named = {name: more.pop(name) for name in ("model_config", "disaggregation_config", "parts") if name in more}
     configs = setting(**{**limits, **more})
     configs["model_config"] = ModelConfig(model=directory, device="cpu", dtype="float32")
-    with LLMEngine(**{**configs, **named}, trace_config=TraceConfig(readers=(records,))) as engine:
+    with LLMEngine(**{**configs, **named}, trace_config=trace) as engine:
         yield engine, records
 
 
@@ -131,6 +136,42 @@ def test_an_engine_on_the_triton_kernels(tiny_directory: Path, wanted_graphs: Gr
     for output, prompt in zip(outputs, PROMPTS[-2:], strict=True):
         assert output.token_ids == m1.generate(prompt, greedy(len(output.token_ids))).token_ids
     assert replayed(wanted_graphs) == 3
+
+
+@pytest.mark.interpreter
+def test_a_graph_of_the_triton_experts_holds_any_choice(recorded_graphs: Graphs) -> None:
+    """It was captured with the choices of a warm-up, and they change from step to step."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from m3_paged_attention.attention.triton_backend import TritonBackend
+
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(6 * 2 * 32, 64) / 8, torch.randn(6 * 64, 32) / 8
+    layer, graph = TritonBackend().experts(gate_up, down, 6), torch.cuda.CUDAGraph()
+    hidden, experts, weights = torch.zeros(20, 64), torch.zeros(20, 2, dtype=torch.int64), torch.zeros(20, 2)
+    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"):
+        out = layer(hidden, experts, weights)
+    for spread in (6, 3, 2):  # of all experts, of three, all tokens with the same two
+        chosen = torch.stack([torch.randperm(spread)[:2] for _ in range(20)])
+        for place, value in ((hidden, torch.randn(20, 64)), (experts, chosen), (weights, torch.rand(20, 2))):
+            place.copy_(value)
+        graph.replay()
+        assert_close(out, references.experts(hidden, experts, weights, gate_up, down, 6), references.EXPERTS)
+
+
+def test_a_model_with_experts_answers_in_graphs_unless_its_choices_are_recorded(
+    tmp_path: Path, graphs_of_engines: Graphs
+) -> None:
+    directory = save_random_model(tmp_path, "qwen3_moe", stop_ids=())
+    with serving(directory, model_config=eager(directory)) as (engine, _):
+        expected = ask(engine)
+    with serving(directory) as (engine, records):
+        assert ask(engine) == expected
+        assert records.of(GraphsCaptured) and replayed(graphs_of_engines) > 0
+    num_graphs = len(graphs_of_engines)
+    with serving(directory, trace_experts=True) as (engine, records):
+        assert ask(engine) == expected
+        assert records.of(ExpertsUsed) and not records.of(GraphsCaptured)
+    assert len(graphs_of_engines) == num_graphs
 
 
 # --- start, change, end -----------------------------------------------------------------------------------------------

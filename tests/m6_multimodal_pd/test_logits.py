@@ -1,6 +1,7 @@
 """Logits are those of transformers: in every shape, precision and backend, in one piece and cut inside pictures."""
 
 import functools
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ from torch import Tensor
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.config import ModelConfig as PagedConfig
 from m3_paged_attention.models.decoder import Decoder
+from m3_paged_attention.models.qwen3_moe import SparseMLP
 from m3_paged_attention.models.rotary import RotaryTable
 from m6_multimodal_pd import LLMEngine, ModelConfig
 from m6_multimodal_pd.model_loader import load_model
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
+from tests.m3_paged_attention.checkpoints import edit_weights
 from tests.m3_paged_attention.test_decoder import Paged, tokens_of
 from tests.m6_multimodal_pd.engines import greedy, setting
 from tests.m6_multimodal_pd.seeing import Theirs, asking, save_seeing_model
-from tests.m6_multimodal_pd.vl_models import WIDE_HEADS, theirs
+from tests.m6_multimodal_pd.vl_models import EXPERTS, WIDE_HEADS, theirs
 
 BACKENDS = [
     "torch",
@@ -32,6 +35,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "layers of the tower in another order": {"vision": {"deepstack_visual_indexes": [2, 0]}},
     "as many deepstack layers as there are": {"vision": {"deepstack_visual_indexes": [0, 1, 2]}},
     "no deepstack": {"vision": {"deepstack_visual_indexes": []}},
+    "experts": {"text": EXPERTS},
+    "experts as wide as the model": {"text": EXPERTS | {"moe_intermediate_size": 64}},
+    "experts half as wide, not tied": {"text": EXPERTS | {"moe_intermediate_size": 32}, "tie_word_embeddings": False},
 }
 CONVERSATIONS: tuple[tuple[str | int, ...], ...] = ((1,), ("a", 1), (2, "b", 3, "c"), ("v", 4), ("d", "w", "a"))
 Directory = Callable[..., Path]
@@ -81,10 +87,34 @@ def test_logits_are_those_of_transformers(directory: Directory, shape: str) -> N
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("shape", ["heads of 64", "heads of 128"])
+@pytest.mark.parametrize("shape", ["heads of 64", "heads of 128", "experts"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_sees(directory: Directory, backend: str, shape: str) -> None:
     check(directory(shape), budget=9, attention_backend=backend)
+
+
+@pytest.mark.parametrize("shape", ["experts", "experts as wide as the model", "experts half as wide, not tied"])
+def test_experts_are_read_as_the_hub_stores_them(directory: Directory, shape: str, tmp_path: Path) -> None:
+    """Transposed; transformers, which is the reference here as well, has written them as they are."""
+    hub = Path(shutil.copytree(directory(shape), tmp_path / "hub"))
+
+    def transpose(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            if ".mlp.experts." in name:
+                tensors[name] = tensors[name].transpose(1, 2).contiguous()
+
+    edit_weights(hub, transpose)
+    configs = [ModelConfig(model=each, device="cpu", attention_backend="torch") for each in (directory(shape), hub)]
+    first, second = (load_model(config).model for config in configs)
+    for layer, other in zip(first.layers, second.layers, strict=True):
+        if isinstance(layer.mlp, SparseMLP):
+            for name in ("gate_up", "down"):
+                pairs = zip(
+                    getattr(layer.mlp.experts, name).layers, getattr(other.mlp.experts, name).layers, strict=True
+                )
+                assert all(torch.equal(one.weight, two.weight) for one, two in pairs)
+    if shape == "experts":  # transformers looks at one tensor at a time, which may have the same shape transposed
+        check(hub, (("a", 1),))
 
 
 @pytest.mark.interpreter

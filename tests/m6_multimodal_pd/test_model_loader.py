@@ -15,12 +15,12 @@ from torch import Tensor
 
 import m3_paged_attention.model_loader as m3_loader
 from m1_single_request import ConfigError, ModelLoadError
-from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES
 from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.models.architecture import MODEL_TYPES
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.weights import WEIGHT_FILES
 from m6_multimodal_pd.model_loader import LoadedModel, language_of, load_model
-from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
+from m6_multimodal_pd.models.qwen3_vl import FAMILIES, Qwen3VLDecoder
 from tests.equivalence.models import ARCHITECTURES, save_random_model
 from tests.m6_multimodal_pd.vl_models import TOKENS, picture, save_random_vl_model, theirs
 from tests.support.checkpoints import edit_weights
@@ -175,12 +175,12 @@ def test_dummy_weights_need_no_files_and_follow_from_the_seed(directory: Path) -
 # --- what does not load -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Qwen3VLMoeForConditionalGeneration", "Qwen2VLForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["Qwen3OmniMoeForConditionalGeneration", "Qwen2VLForConditionalGeneration"])
 def test_another_architecture_is_refused_with_all_that_are_supported(directory: Path, name: str) -> None:
     edit_config(directory, architectures=[name])
     message = refusal(directory)
     assert f"architecture '{name}' is not supported" in message
-    assert all(supported in message for supported in (*SUPPORTED_ARCHITECTURES, ARCHITECTURE))
+    assert all(supported in message for supported in (*MODEL_TYPES, *FAMILIES))
 
 
 NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [

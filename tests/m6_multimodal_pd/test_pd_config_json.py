@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from m1_single_request.config import TraceConfig
+from m3_paged_attention.config import TraceConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
 from m6_multimodal_pd import CacheConfig, ModelConfig, MultimodalConfig, SchedulerConfig, SpeculativeConfig
 from m6_multimodal_pd.config import EngineConfig

@@ -68,7 +68,9 @@ def tensors_in(part: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif type(part).__module__.startswith(("m3_", "m6_")):
         slots = {name: getattr(part, name) for name in getattr(type(part), "__slots__", ())}
         own = {**getattr(part, "__dict__", {}), **slots}
-        yield from tensors_in({name: value for name, value in own.items() if name not in ("backend", "_logits")}, path)
+        yield from tensors_in(
+            {name: value for name, value in own.items() if name not in ("backend", "_logits", "_work")}, path
+        )
 
 
 def weights_of(engine: LLMEngine) -> dict[str, Tensor]:
@@ -113,8 +115,9 @@ def addresses(engine: LLMEngine) -> dict[str, Any]:
         ("qwen3", {"tie_word_embeddings": False, **WIDE}),
         ("qwen2", {}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3_moe", {}),
     ],
-    ids=["tied", "untied", "biases", "more biases"],
+    ids=["tied", "untied", "biases", "more biases", "experts"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_tensor_is_that_of_a_new_engine_and_where_it_was(
@@ -134,9 +137,15 @@ def test_every_tensor_is_that_of_a_new_engine_and_where_it_was(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
-def test_quantized_weights_are_quantized_again_where_they_were(options: Any, backend: str, tmp_path: Path) -> None:
-    one, other = (save_random_model(tmp_path / str(seed), "qwen3", seed=seed, **options) for seed in (1, 2))
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("qwen3", {}), ("qwen3", {"tie_word_embeddings": False}), ("qwen3_moe", {})],
+    ids=["tied", "untied", "experts"],
+)
+def test_quantized_weights_are_quantized_again_where_they_were(
+    architecture: str, options: Any, backend: str, tmp_path: Path
+) -> None:
+    one, other = (save_random_model(tmp_path / str(seed), architecture, seed=seed, **options) for seed in (1, 2))
     int8: Any = {"settings": {"quantization": "int8"}}
     with made(other, backend, **int8) as engine:
         wanted, expected = values(weights_of(engine)), answer(engine)

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from m1_single_request import DEFAULT_MODEL
 from tests.equivalence.models import SPREAD
@@ -60,10 +67,20 @@ WIDE_HEADS: dict[str, Any] = {
 }
 
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "mlp_only_layers": [1],
+}
+"""Of the text config, for a model with experts."""
+
+
 def save_random_vl_model(
     directory: Path, *, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **top: Any
 ) -> Path:
-    """Save a random Qwen3-VL with the course's tokenizer in `directory`; returns it."""
+    """Save a random Qwen3-VL with the course's tokenizer in `directory`; returns it. With experts in `text`, it is a
+    Qwen3-VL-MoE."""
     tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
     named = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in TOKENS.items()}
@@ -71,7 +88,10 @@ def save_random_vl_model(
     parts = copy.deepcopy({"text_config": TEXT | named | (text or {}), "vision_config": VISION | (vision or {})})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**parts, **{"tie_word_embeddings": True} | ids | top))
+        has_experts = "num_experts" in parts["text_config"]
+        config_class = Qwen3VLMoeConfig if has_experts else Qwen3VLConfig
+        model_class = Qwen3VLMoeForConditionalGeneration if has_experts else Qwen3VLForConditionalGeneration
+        model: Any = model_class(config_class(**parts, **{"tie_word_embeddings": True} | ids | top))
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=SPREAD)
@@ -81,9 +101,9 @@ def save_random_vl_model(
     return directory
 
 
-def theirs(directory: Path, dtype: torch.dtype = torch.float32) -> Qwen3VLForConditionalGeneration:
+def theirs(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model."""
-    return Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=dtype)
+    return AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype)
 
 
 def picture(seed: int, grid: tuple[int, int, int]) -> tuple[Tensor, tuple[int, int, int]]:

@@ -29,6 +29,7 @@ from m1_single_request.scheduler import Scheduler as SchedulerOfM1
 from m2_continuous_batching.kv_manager import SlotManager
 from m2_continuous_batching.scheduler import Scheduler as SchedulerOfM2
 from m3_paged_attention.block_pool import BlockPool
+from m3_paged_attention.models.qwen3_moe import SparseMLP
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst
@@ -97,7 +98,8 @@ M6_CODE = {"m6.swapped": get_rope_index, "m6.layout": axes_of_pairs, "m6.content
 M6_OVERLAP_CODE = {"m6_overlap.sizes": sizes_up_to, "m6_overlap.pad": StepInputs}
 M1 = Exercises(m1_single_request, checks.check, M1_CODE)
 M2 = Exercises(m2_continuous_batching, checks_m2.check, M2_CODE, m2_trace.traced_steps)
-M3 = Exercises(m3_paged_attention, checks_m3.check, {"m3.freed_block": BlockPool}, m3_trace.traced_steps)
+M3_CODE = {"m3.freed_block": BlockPool, "m3.router": SparseMLP}
+M3 = Exercises(m3_paged_attention, checks_m3.check, M3_CODE, m3_trace.traced_steps)
 M4 = Exercises(m4_radix_cache, checks_m4.check, M4_CODE, m4_trace.traced_steps)
 M4_TIERS = Exercises(m4_radix_cache, checks_m4_tiers.check, {}, m4_tiers_trace.traced_steps, "m4_tiers")
 M5 = Exercises(m5_chunked_prefill_spec, checks_m5.check, M5_CODE, m5_trace.traced_steps)

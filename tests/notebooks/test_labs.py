@@ -22,6 +22,7 @@ from benchmarks.m5 import trace as m5_trace
 from m1_single_request.events import Batch
 from m1_single_request.scheduler import Scheduler
 from m1_single_request.trace_readers import Records
+from m3_paged_attention.models.qwen3_moe import SparseMLP
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m6_multimodal_pd import SamplingParams
@@ -29,7 +30,7 @@ from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.errors import TransferError
 from m6_multimodal_pd.graph_runner import StepInputs
 from m7_serving.mailbox import Mailbox
-from notebooks import checks_m4_tiers, checks_m6, checks_m6_overlap, checks_m6_pd, checks_m7
+from notebooks import checks_m3, checks_m4_tiers, checks_m6, checks_m6_overlap, checks_m6_pd, checks_m7
 from notebooks.checks import listing
 from notebooks.checks_m4 import HOUR, recorded_hour, replay
 from notebooks.journey import Backend
@@ -114,6 +115,25 @@ def test_the_broken_answer_on_the_page_is_the_stored_one() -> None:
 
 
 @pytest.mark.exhaustive
+def test_the_labs_router_is_right_in_float32_and_wrong_in_a_third_of_the_weights_of_bfloat16() -> None:
+    hasty = M3.lesson.defined("HastyMLP", {"SparseMLP": SparseMLP, "torch": torch})
+    torch.manual_seed(0)
+    logits, wrong = torch.randn(1000, 8), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        (wanted, right), (chosen, weights) = (checks_m3.routed(each, logits.to(dtype)) for each in (SparseMLP, hasty))
+        assert torch.equal(wanted, chosen)
+        wrong[dtype] = float((weights != right).float().mean())
+    assert wrong[torch.float32] == 0 and 0.3 < wrong[torch.bfloat16] < 0.35
+
+
+@pytest.mark.parametrize(("width", "wrong"), [(48, []), (32, ["gate_up"]), (64, ["down"])])
+def test_the_labs_loader_is_wrong_where_a_shape_is_the_same_transposed(width: int, wrong: list[str]) -> None:
+    hasty = M3.lesson.defined("hasty_experts", {})
+    stored = {"gate_up": torch.randn(4, 2 * width, 64), "down": torch.randn(4, 64, width)}
+    found = dict(zip(stored, hasty(*stored.values(), 64, width), strict=True))
+    assert [name for name, tensor in stored.items() if not torch.equal(tensor, found[name])] == wrong
+
+
 def test_the_picture_of_a_nodes_states_has_the_changes_that_happen_today() -> None:
     assert {(before, after) for before, after, _ in changes()} == set(WAYS)
 

@@ -3,7 +3,10 @@
 Most are the solution with a piece of its text changed.
 """
 
+import torch
+
 from m3_paged_attention.block_pool import BlockPool
+from m3_paged_attention.models.qwen3_moe import SparseMLP
 from m3_paged_attention.preemption import FewestOutputsFirst
 from tests.notebooks.exercises import M3
 from tests.notebooks.lessons import WrongAnswers
@@ -77,4 +80,30 @@ WRONG["m3.freed_block"] = [
         "A block that nobody holds was freed once more",
     ),
     (changed("return freed", "return list(block_ids)"), "after one free() they are still in use"),
+]
+
+changed = LESSON.solution("HastyMLP")
+DIVIDED = "weights / weights.sum(-1, keepdim=True)"
+WRONG["m3.router"] = [
+    (LESSON.defined("HastyMLP", {"SparseMLP": SparseMLP, "torch": torch}), "In which precision do you divide"),
+    (changed(DIVIDED, "weights.to(logits.dtype) / weights.sum(-1, keepdim=True)"), "In which precision do you divide"),
+    (changed("self.normalizes", "False"), "of the weights are others"),
+    (changed("if self.normalizes", "if True"), "not normalized"),
+    (changed("return experts, weights.to(logits.dtype)", "return experts, weights"), "in the precision of the logits"),
+    (changed(DIVIDED, f"({DIVIDED}).flip(-1)"), "of the weights are others"),
+    (changed("torch.softmax(logits, -1, dtype=torch.float32)", "-logits.float()"), "other experts than the 2"),
+    (changed("return experts, weights", "return weights, experts"), "other experts than the 2"),
+]
+
+changed = LESSON.solution("experts_of")
+WRONG["m3.expert_layout"] = [
+    (LESSON.defined("hasty_experts", {}), "Its own shape does not tell"),
+    (changed("(list(gate_up.shape), list(down.shape)) == transposed", "list(gate_up.shape) == transposed[0]"), "tell"),
+    (
+        changed("(list(gate_up.shape), list(down.shape)) == transposed", "list(down.shape) == transposed[1]"),
+        "gate_up should be [6, 16, 8]",
+    ),
+    (changed("(list(gate_up.shape), list(down.shape)) == transposed", "False"), "gate_up should be [6, 10, 8]"),
+    (changed("down.transpose(1, 2)", "down"), "down should be [6, 8, 5]"),
+    (lambda *_: None, "TypeError"),
 ]

@@ -10,6 +10,7 @@
 //     amx.h              products of bfloat16 in tiles, where the processor has them
 //     linear.h           weights in panels, read once for up to six rows
 //     int8.h             the same with weights of eight bits
+//     experts.h          the same for the experts that each row has chosen, in one call
 //     kv.h               KV in blocks, in any of its types
 //     tile.h             attention of many queries that read the same keys and values: those of a prompt
 //     shared_prefixes.h  the same for one new token each of several sequences, over their common prefix
@@ -21,6 +22,7 @@
 //     pages.h            copies of KV pages, for that thread
 
 #include "attention.h"
+#include "experts.h"
 #include "int8.h"
 #include "layers.h"
 #include "linear.h"
@@ -45,6 +47,21 @@
     void linear_int8_##suffix(const T* x, const int8_t* packed, const T* bias, T* y, long rows, long in, long out,      \
                               int threads) {                                                                           \
         linear_int8(x, packed, bias, y, rows, in, out, threads);                                                       \
+    }                                                                                                                  \
+    void pack_experts_##suffix(const T* weight, T* packed, long in, long features, long parts, long experts,           \
+                               int threads) {                                                                          \
+        pack_experts(weight, packed, in, features, parts, experts, threads);                                           \
+    }                                                                                                                  \
+    void pack_experts_int8_##suffix(const int8_t* values, const float* scales, int8_t* packed, long in,                \
+                                    long features, long parts, long experts, int threads) {                            \
+        pack_experts(values, scales, packed, in, features, parts, experts, threads);                                   \
+    }                                                                                                                  \
+    void run_experts_##suffix(const T* x, const int64_t* experts, const T* weights, const void* gate_up,               \
+                              const void* down, T* y, T* work, int kind, long tokens, long top_k, long num_experts,    \
+                              long hidden, long width, int threads) {                                                  \
+        const auto run = LinearKind(kind) == LinearKind::DENSE ? run_experts<T, DenseRows<T>>                          \
+                                                               : run_experts<T, Int8Rows<T>>;                          \
+        run(x, experts, weights, gate_up, down, y, work, tokens, top_k, num_experts, hidden, width, threads);          \
     }                                                                                                                  \
     void attend_##suffix(const T* query, const void* keys, const void* values, const int32_t* tables,                  \
                          const int32_t* lengths, T* output, int type, long num_seqs, long heads, long kv_heads,        \
@@ -92,8 +109,8 @@
                               long rows, long in, long out, int threads) {                                             \
         best_tokens({packed, bias, kind}, x, logits, tokens, rows, in, out, threads);                                  \
     }                                                                                                                  \
-    void run_layers_##suffix(const Step<T>* step) { run_layers(*step); }                                               \
-    void run_step_##suffix(const WholeStep<T>* step) { run_step(*step); }
+    void run_layers_##suffix(Step<T>* step) { run_layers(*step); }                                                     \
+    void run_step_##suffix(WholeStep<T>* step) { run_step(*step); }
 
 extern "C" {
 EXPORTS(float, float32)

@@ -1,11 +1,13 @@
-// All layers of a step in one call.
+// All layers of a step in one call, or, with experts, all operations between the choices of two routers.
 //
 // The operations are those that layers.py calls one by one, in its order, on memory that is used again in every step.
-// A call from Python takes some microseconds, and a decode step of a small model has dozens of them.
+// A call from Python takes some microseconds, and a decode step of a small model has dozens of them. Torch chooses
+// experts: a call ends with the logits of a router, and the next one begins with the experts of that layer.
 
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 #include "int8.h"
 #include "linear.h"
 #include "pointwise.h"
@@ -22,7 +24,7 @@ template <class T> struct Linear {
 
 template <class T> struct Layer {
     const T *input_norm, *qk_norm, *post_attention_norm;  // qk_norm: a row for every head of Q and K, or null
-    Linear<T> qkv, o, gate_up, down;
+    Linear<T> qkv, o, gate_up, down, router;  // the router's weight is null without experts
     void *keys, *values;  // [blocks, block_size, kv_heads, head_dim], of `Step::kv_type`; scales behind each block
 };
 
@@ -30,6 +32,7 @@ template <class T> struct Layer {
 template <class T> struct Step {
     // of the model and its KV
     long num_layers, hidden_size, heads, kv_heads, head_dim, intermediate_size, block_size, kv_type;
+    long num_experts, top_k, expert_width;
     float eps, scale;
     const T *embedding, *norm;
     const float *cos, *sin;  // [positions, head_dim / 2]
@@ -41,6 +44,11 @@ template <class T> struct Step {
     const int32_t *starts, *lengths, *tables;           // [rows + 1], [rows], [rows, table_stride]
     T *output, *work;                                   // [num_tokens, hidden_size]; see `run_layers`
     float* angles;                                      // [2, num_tokens, head_dim / 2]
+    // of experts: the layer whose router's choice is next, -1 when a step begins, `num_layers` when it has ended
+    long layer;
+    T *logits, *of_experts;     // of that router, [num_tokens, num_experts]; see `run_experts`
+    const int64_t* experts;     // [num_tokens, top_k]
+    const T* expert_weights;    // [num_tokens, top_k]
 };
 
 template <class T> void apply(const Linear<T>& layer, const T* x, T* y, long rows, long in, long out, int threads) {
@@ -50,6 +58,13 @@ template <class T> void apply(const Linear<T>& layer, const T* x, T* y, long row
         case LinearKind::INT8:
             return linear_int8(x, (const int8_t*)layer.packed, layer.bias, y, rows, in, out, threads);
     }
+}
+
+template <class T> void apply_experts(const Step<T>& s, const Layer<T>& layer, const T* x, T* y) {
+    const auto run = LinearKind(layer.gate_up.kind) == LinearKind::DENSE ? run_experts<T, DenseRows<T>>
+                                                                         : run_experts<T, Int8Rows<T>>;
+    run(x, s.experts, s.expert_weights, layer.gate_up.packed, layer.down.packed, y, s.of_experts, s.num_tokens,
+        s.top_k, s.num_experts, s.hidden_size, s.expert_width, s.threads);
 }
 
 template <class T>
@@ -72,7 +87,7 @@ void attention_of(const Step<T>& s, const Layer<T>& layer, const T* query, long 
     }
 }
 
-template <class T> void run_layers(const Step<T>& s) {
+template <class T> void run_layers(Step<T>& s) {
     const long rows = s.num_tokens, hidden = s.hidden_size, dim = s.head_dim, half = dim / 2;
     const long qk_heads = s.heads + s.kv_heads, qk = qk_heads * dim, v = s.kv_heads * dim, qkv = qk + v;
     const int threads = s.threads;
@@ -83,12 +98,15 @@ template <class T> void run_layers(const Step<T>& s) {
     float *cos = s.angles, *sin = cos + rows * half;
     const Shape decodes = {s.num_decodes, s.heads, s.kv_heads, dim, s.block_size, 0, s.table_stride};
     SharedPrefixes shared(s.tables + s.num_prefills * s.table_stride, s.lengths + s.num_prefills, decodes, threads);
-    for (long r = 0; r < rows; r++) {
-        std::memcpy((void*)(residual + r * hidden), s.embedding + s.input_ids[r] * hidden, hidden * sizeof(T));
-        std::memcpy(cos + r * half, s.cos + s.positions[r] * half, half * sizeof(float));
-        std::memcpy(sin + r * half, s.sin + s.positions[r] * half, half * sizeof(float));
-    }
-    for (long i = 0; i < s.num_layers; i++) {
+    if (s.layer < 0)
+        for (long r = 0; r < rows; r++) {
+            std::memcpy((void*)(residual + r * hidden), s.embedding + s.input_ids[r] * hidden, hidden * sizeof(T));
+            std::memcpy(cos + r * half, s.cos + s.positions[r] * half, half * sizeof(float));
+            std::memcpy(sin + r * half, s.sin + s.positions[r] * half, half * sizeof(float));
+        }
+    else
+        apply_experts(s, s.layers[s.layer], x, y);
+    for (long i = ++s.layer; i < s.num_layers; i = ++s.layer) {
         const Layer<T>& layer = s.layers[i];
         if (i == 0)
             rms_norm(residual, layer.input_norm, x, rows, 1, hidden, hidden, false, s.eps, threads);
@@ -109,6 +127,7 @@ template <class T> void run_layers(const Step<T>& s) {
         attention_of(s, layer, query, stride, attended, shared);
         apply(layer.o, attended, y, rows, s.heads * dim, hidden, threads);
         add_rms_norm(y, residual, layer.post_attention_norm, x, rows, hidden, s.eps, threads);
+        if (layer.router.packed) return apply(layer.router, x, s.logits, rows, hidden, s.num_experts, threads);
         apply(layer.gate_up, x, gate_up, rows, hidden, 2 * s.intermediate_size, threads);
         silu_mul(gate_up, gated, rows, s.intermediate_size, threads);
         apply(layer.down, gated, y, rows, s.intermediate_size, hidden, threads);

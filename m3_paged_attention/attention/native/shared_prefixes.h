@@ -111,7 +111,7 @@ struct SharedPrefixes {
                 tile.attend(keys, values, table, tiles[t].length, 0, shape, kv_head, scale);
                 for (long r = 0; r < rows; r++) {
                     const long head = seqs[r / group] * shape.heads + first + r % group;
-                    largest[head] = tile.largest(r), totals[head] = tile.total(r);
+                    largest[head] = tile.largest(r) * scale, totals[head] = tile.total(r);
                     for (long i = 0; i < dim; i += LANES) store(&sums[head * dim + i], tile.sum(r, i));
                 }
             }

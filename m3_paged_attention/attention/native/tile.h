@@ -13,8 +13,6 @@
 
 namespace {
 
-constexpr long TILE_QUERIES = 96;  // maximum queries of one KV head and prompt that use a copy of keys and values
-
 template <class T> struct AlignedBuffer {  // uninitialised memory for some elements, aligned to a cache line
     std::unique_ptr<char[]> memory;
     T* begin;
@@ -60,7 +58,7 @@ template <class T> void pack_values(const T* values, const long* at, long count,
 }
 
 struct Rows {  // state of 16 queries during the pass over their sequence
-    Floats largest = all(-INFINITY), total = {};
+    Floats largest = all(-INFINITY), total = {};  // largest: before the scale of the products
 
     // Convert the scores of 64 tokens to weights, for each of `rows` queries; a query attends to its first `visible`
     // tokens. Returns the factor of the earlier sums. The scales of the tokens: [64] each, or null.
@@ -70,13 +68,14 @@ struct Rows {  // state of 16 queries during the pass over their sequence
         const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         Floats most[LANES] = {}, sum_of_weights[LANES] = {};
         for (long r = 0; r < rows; r++) {
+            const bool is_cut = visible[r] < PANEL;
             most[r] = all(-INFINITY);
             for (long v = 0; v < VECTORS; v++) {
                 float* at = scores + r * PANEL + v * LANES;
-                Floats product = load(at) * scale;
-                if constexpr (IS_SCALED) product *= load(key_scales + v * LANES);
-                const Floats score = pick(lane + (int)(v * LANES) < (int)visible[r], product, all(-INFINITY));
-                store(at, score);
+                Floats score = load(at);
+                if constexpr (IS_SCALED) score *= load(key_scales + v * LANES);
+                if (is_cut) score = pick(lane + (int)(v * LANES) < (int)visible[r], score, all(-INFINITY));
+                if (IS_SCALED || is_cut) store(at, score);
                 most[r] = larger(score, most[r]);
             }
         }
@@ -85,12 +84,12 @@ struct Rows {  // state of 16 queries during the pass over their sequence
         const Floats base = pick(largest == -INFINITY, Floats{}, largest);  // without a token, the weights are zeros
         for (long r = 0; r < rows; r++)
             for (long v = 0; v < VECTORS; v++) {
-                Floats weight = exp(load(scores + r * PANEL + v * LANES) - base[r]);
+                Floats weight = exp((load(scores + r * PANEL + v * LANES) - base[r]) * scale);
                 sum_of_weights[r] += weight;
                 if constexpr (IS_SCALED) weight *= load(value_scales + v * LANES);
                 store(weights + r * PANEL + v * LANES, weight);
             }
-        const Floats shrink = pick(before == largest, all(1.0f), exp(before - base));
+        const Floats shrink = pick(before == largest, all(1.0f), exp((before - base) * scale));
         total = total * shrink + sums(sum_of_weights);
         return shrink;
     }
@@ -195,11 +194,12 @@ void attend_to_tile(const T* query, const K* keys, const K* values, const int32_
                   tile.sum(r, i) / tile.total(r));
 }
 
-// Sequences with several new tokens: those of sequence s are starts[s]..starts[s + 1], the last of its lengths[s].
+// Sequences with several new tokens: those of sequence s are starts[s]..starts[s + 1], the last of its lengths[s]. As many
+// queries of a KV head share a copy of keys and values as rows of a linear layer share a panel.
 template <class T, class K>
 void attend_to_prompts(const T* query, const K* keys, const K* values, const int32_t* tables, const int32_t* starts,
                        const int32_t* lengths, T* output, const Shape& shape, float scale, int threads) {
-    const long group = shape.heads / shape.kv_heads, tile = std::max(1L, TILE_QUERIES / group);
+    const long group = shape.heads / shape.kv_heads, tile = std::max(1L, row_block<T>() / group);
     for (long seq = 0; seq < shape.num_seqs; seq++) {
         const long start = starts[seq], num_new = starts[seq + 1] - start, num_tiles = (num_new + tile - 1) / tile;
 #pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)

@@ -41,7 +41,7 @@ template <class V> inline V read(const void* from) {
 }
 
 inline Floats all(float x) { return x - Floats{}; }
-inline Floats pick(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
+inline Floats pick(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
 
 inline Floats load(const float* from) { return read<Floats>(from); }
 inline Floats load(const bfloat16* from) {
@@ -75,10 +75,14 @@ inline Floats load(const fp8* from) {
 
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof(v)); }
 inline void store(bfloat16* to, Floats v) {  // to the nearest, ties to even; NaN stays NaN
+#if defined(__AVX512BF16__)
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)v);  // zero for numbers below 2^-126
+#else
     Words word = (Words)v;
     Words is_nan = (Words)((word & 0x7fffffffu) > 0x7f800000u);
     Words rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
     Halves halves = __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), Halves);
+#endif
     std::memcpy(to, &halves, sizeof(halves));
 }
 inline Ints rounded(Floats v) { return (Ints)(v + 12582912.0f) - 0x4b400000; }  // to even at ties, as in `exp`
@@ -169,13 +173,12 @@ template <class V> inline void transpose(V* v) {
          [](V a, V b) { return LANES_OF(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31); });
 }
 
-// e^x within two units in the last place; 0 far below, infinity far above, NaN stays NaN.
+// e^x within two units in the last place; 0 below e^-87, infinity far above, NaN stays NaN.
 inline Floats exp(Floats x) {
-    Ints too_small = x < -87.0f, too_large = x > 88.0f;
-    Floats inside = pick(too_small | too_large, Floats{}, x);
-    Floats shifted = inside * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the addition rounds to a whole number
-    Floats whole = shifted - 12582912.0f;
-    Floats rest = (inside - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
+    const Floats inside = pick(x > 89.0f, all(89.0f), x);
+    const Floats shifted = inside * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the addition rounds to a whole number
+    const Floats whole = shifted - 12582912.0f;
+    const Floats rest = (inside - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
     Floats p = all(1.9875691500e-4f);
     p = p * rest + 1.3981999507e-3f;
     p = p * rest + 8.3334519073e-3f;
@@ -183,8 +186,13 @@ inline Floats exp(Floats x) {
     p = p * rest + 1.6666665459e-1f;
     p = p * rest + 5.0000001201e-1f;
     p = p * rest * rest + rest + 1.0f;
-    Floats power = (Floats)(((Ints)shifted - 0x4b400000 + 127) << 23);
-    return pick(too_small, Floats{}, pick(too_large, all(INFINITY), p * power));
+#if defined(__AVX512F__)
+    const __mmask16 is_more = _mm512_cmp_ps_mask((__m512)x, (__m512)all(-87.0f), _CMP_NLT_UQ);
+    return (Floats)_mm512_maskz_scalef_ps(is_more, (__m512)p, (__m512)whole);  // p * 2^whole
+#else
+    const Floats power = (Floats)(((Ints)shifted - 0x4b400000 + 127) << 23);
+    return pick(x < -87.0f, Floats{}, pick(x > 88.0f, all(INFINITY), p * power));
+#endif
 }
 
 // Prefetch `size` elements into the core's second cache: the first one supports too few outstanding requests.

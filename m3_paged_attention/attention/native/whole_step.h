@@ -47,7 +47,7 @@ void best_tokens(const Linear<T>& head, const T* x, T* logits, int64_t* tokens, 
     for (long r = 0; r < rows; r++) tokens[r] = best_of(logits + r * out, out);
 }
 
-template <class T> void run_step(const WholeStep<T>& s) {
+template <class T> void run_step(WholeStep<T>& s) {
     const long rows = s.step.num_tokens;
     for (long r = 0; r < rows; r++)
         if (s.input_ids[r] < 0) s.input_ids[r] = s.newest[-1 - s.input_ids[r]];

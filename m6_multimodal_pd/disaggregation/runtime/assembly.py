@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from m1_single_request.config import TraceConfig
+from m1_single_request.config import TraceConfig as PlainTraceConfig
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.config import TraceConfig
 from m4_radix_cache.tiers import WatchedLoader
 from m5_chunked_prefill_spec.wiring import build_input_processor
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, on_own_device
@@ -94,7 +95,7 @@ def build_disaggregated(
 
 def links_of(config: Any, parts: Mapping[str, Any], prepare: Callable[..., Any]) -> LocalLinks | SocketLinks:
     """Return links to engines of this process, of processes that it starts, or of those that a user starts."""
-    group, is_traced = config.disaggregation, config.trace != TraceConfig()
+    group, is_traced = config.disaggregation, config.trace not in (TraceConfig(), PlainTraceConfig())
     if group.address is not None:
         return SocketLinks(group.address, read_keys(group.key_file).router, group)
     if group.transport != "in_process":

@@ -1,7 +1,8 @@
 """A configuration as JSON text, for the process of an engine: the fields of its dataclasses.
 
 Each class checks its values when it is made from the text, as it checks those of a user. A path becomes a text, which
-names the same model. Readers of the trace are objects of the router's process and stay there.
+names the same model. Readers of the trace are objects of the router's process and stay there; whether the use of
+experts is recorded is sent.
 """
 
 import json
@@ -9,12 +10,14 @@ from dataclasses import asdict, is_dataclass, replace
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from m1_single_request.config import TraceConfig
+from m3_paged_attention.config import TraceConfig
+from m3_paged_attention.wiring import wants_experts
 
 
 def to_json(config: Any) -> str:
     """Return a configuration dataclass as one line of JSON."""
-    return json.dumps(asdict(replace(config, trace=TraceConfig())), default=str)
+    trace = TraceConfig(experts=wants_experts(config.trace))
+    return json.dumps(asdict(replace(config, trace=trace)), default=str)
 
 
 def from_json(config_type: Any, text: str) -> Any:

@@ -15,8 +15,9 @@ from m6_multimodal_pd.errors import WireError
 
 MOST_EVENTS = 1000
 """Maximum number of events that are sent of one step."""
-LONGEST_WORD, LARGEST, MOST_VALUES = 64, 2**62, 10_000
-"""Fields with longer words, larger numbers or more of them are not sent."""
+LONGEST_WORD, LARGEST, MOST_VALUES = 64, 2**62, 20_000
+"""Fields with longer words, larger numbers or more of them are not sent. A step has a number for each expert of each
+layer: 12,032 in the largest released model."""
 
 
 class Reporter:
