@@ -39,6 +39,7 @@ COMMANDS = {
     "device": Command("device", "an 8B model on a GPU: bandwidth and arithmetic reached, graphs, overlap", "6 min"),
     "busy": Command("m3.busy", "m3 decoding beside a busy program, each side in its own process", "25 min"),
     "quantized": Command("m3.quantized", "linear layers: huge pages, weights of eight bits, their answers", "15 min"),
+    "tiles": Command("m3.tiles", "products of bfloat16 in tiles (AMX) beside vectors: linear layers, prompts", "2 min"),
     "experts": Command("m3.experts", "m3 with experts beside transformers and a dense model; bytes read", "10 min"),
     "kv_types": Command("m3.kv_types", "m3 with KV in bfloat16, int8 and fp8: answers, perplexity, attention", "5 min"),
     "peers": Command("peers", "llama.cpp, OpenVINO, vLLM and transformers beside m6, on one CPU", "60 min"),

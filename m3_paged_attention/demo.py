@@ -45,7 +45,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
     configs, experts = m1.configs_of(args, console, **CLASSES), ExpertMap()
     trace = configs["trace_config"]
-    answer(args, console, {**configs, "trace_config": replace(trace, readers=(*trace.readers, experts))})
+    if trace.experts:
+        configs["trace_config"] = replace(trace, readers=(*trace.readers, experts))
+    answer(args, console, configs)
     show_experts(experts, console)
 
 

@@ -1,5 +1,6 @@
-"""Recorder of experts: collects what the routers choose in a forward, for one event (`TraceConfig(experts=True)`)."""
+"""Recorder of experts: collects what the routers choose in a step, for one event (`TraceConfig(experts=True)`)."""
 
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -9,18 +10,24 @@ from m3_paged_attention.expert_events import ExpertsUsed
 
 
 class ExpertRecorder:
-    """Emits `ExpertsUsed` after the last sparse layer of each forward."""
+    """Context of a step, which emits `ExpertsUsed` at its end. A step that fails has no such event."""
 
     def __init__(self, model: Any, tracer: Tracer) -> None:
-        """Observe the sparse layers of `model`, a `Decoder` with experts. Tensors are kept until the last layer."""
+        """`model`: a `Decoder` with experts. Several engines may share it, and take turns."""
         config = model.config.experts
         self._tracer, self._num_experts, self._expert_bytes = tracer, config.num_experts, model.expert_bytes
-        self._layers, self._chosen = sorted(config.layers), list[Tensor]()
-        for index in self._layers:
-            model.layers[index].mlp.observe = self._observe
+        self._layers = sorted(config.layers)
+        self._mlps = [model.layers[index].mlp for index in self._layers]
+        self._chosen = list[Tensor]()
 
-    def _observe(self, experts: Tensor) -> None:
-        self._chosen.append(experts)
-        if len(self._chosen) == len(self._layers):
-            chosen, self._chosen = self._chosen, []
-            self._tracer.emit(ExpertsUsed.of, self._layers, chosen, self._num_experts, self._expert_bytes)
+    def __enter__(self) -> None:
+        self._chosen = []
+        for mlp in self._mlps:
+            mlp.observe = self._chosen.append
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        for mlp in self._mlps:
+            mlp.observe = None
+        if kind is None and self._chosen:
+            self._tracer.emit(ExpertsUsed.of, self._layers, self._chosen, self._num_experts, self._expert_bytes)
+        self._chosen = []

@@ -54,7 +54,7 @@ def load_model(config: ModelConfig, kv_cache_dtype: KVCacheDtype = "auto") -> Lo
 def describe_for_decoder(config: ModelConfig, architectures: Sequence[str]) -> ModelDescription:
     """Return m1's description of a model. Its precision is chosen for the number of weights with all experts."""
     described = describe(config, architectures)
-    num_weights = count_weights(described.config)
+    num_weights = count_weights(described.name, described.config)
     dtype = choose_dtype(config.dtype, described.named_dtype, num_weights, described.device)
     return replace(described, dtype=dtype)
 
@@ -67,7 +67,7 @@ def load_described(
     shape = decoder_config(name, architecture, described.config, model_type=MODEL_TYPES[architecture])
     kv_dtype = check_model(config, kv_cache_dtype, described, shape.head_dim, backend)
     needed = load_part(name, "its weights", lambda: needed_bytes(config, described, shape))
-    check_room(config, described, needed)
+    check_room(config, described, needed + packed_bytes(config, described, shape))
 
     def load() -> Decoder:
         weights = _weights(config, described, shape)
@@ -90,6 +90,15 @@ def needed_bytes(config: ModelConfig, described: ModelDescription, shape: Decode
     """Return the bytes of a decoder's weights."""
     weights = allocate(shape, described.dtype, torch.device("meta"), config.quantization)
     return sum(weight.nbytes for weight in weights.tensors())
+
+
+def packed_bytes(config: ModelConfig, described: ModelDescription, shape: DecoderConfig) -> int:
+    """Return the bytes of the largest layer with experts, on a CPU: its backends pack layer by layer, and one is there
+    twice. A layer without experts is too small to count."""
+    if described.device.type != "cpu" or shape.experts is None:
+        return 0
+    layers = allocate(shape, described.dtype, torch.device("meta"), config.quantization).layers
+    return max(sum(weight.nbytes for weight in vars(layer).values() if weight is not None) for layer in layers)
 
 
 def check_model(

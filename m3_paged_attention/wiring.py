@@ -64,7 +64,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     )
     executor.initialize_kv_cache(kv_cache_config)
     tracer.emit(EagerSteps.of, loaded.model)
-    record_experts(config.trace, loaded, tracer)
+    record_experts(config.trace, loaded, executor.worker, tracer)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
             request_class=parts["request"],
@@ -131,13 +131,18 @@ def trace_start(loaded: LoadedModel, config: ModelConfig, limits: BatchLimits, t
     tracer.emit(StepLimits.of, limits, device_memory(loaded.device))
 
 
-def record_experts(trace: Any, loaded: LoadedModel, tracer: Tracer) -> None:
-    """Let the router's choices be recorded, if the configuration asks for it. Raises `ConfigError` without experts."""
+def record_experts(trace: Any, loaded: LoadedModel, worker: Any, tracer: Tracer) -> None:
+    """Let the worker record the choices of the routers, if the configuration asks for it.
+
+    Raises `ConfigError` for a model without experts, and for a worker of the user's own.
+    """
     if not wants_experts(trace):
         return
     if loaded.model.config.experts is None:
         raise ConfigError(f"TraceConfig(experts=True) records the use of experts, and {loaded.name} has none")
-    ExpertRecorder(loaded.model, tracer)
+    if type(worker).execute_model is not GPUWorker.execute_model:
+        raise ConfigError("TraceConfig(experts=True) has no effect on a worker of your own")
+    worker.recorder = ExpertRecorder(loaded.model, tracer)
 
 
 def wants_experts(trace: Any) -> bool:

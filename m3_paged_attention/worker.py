@@ -33,6 +33,8 @@ class GPUWorker:
         """`step_threads`: limits the CPU threads of each step; None does not change them."""
         self.model_runner = model_runner
         self.step_threads = step_threads or nullcontext()
+        self.recorder: AbstractContextManager[None] = nullcontext()
+        """Context of each step: that of `record_experts`."""
         self.device = device = model_runner.device
         if device == torch.device("cuda"):  # without an index: the device that is current now, whatever is later
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -71,7 +73,7 @@ class GPUWorker:
 
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
         """Run a step, described in the format of the model runner; return its tokens."""
-        with self.inference_mode, self.on_device, self.step_threads:
+        with self.inference_mode, self.on_device, self.step_threads, self.recorder:
             return self.model_runner.execute_model(decision)
 
     def free_request(self, request_id: str) -> None:

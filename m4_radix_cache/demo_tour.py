@@ -23,7 +23,7 @@ from m1_single_request.trace_readers import Records, readers_of
 from m1_single_request.tracer import TraceReader
 from m2_continuous_batching.demo_tour import in_turn, open_part, same_answers
 from m3_paged_attention.demo_tour import several, with_room
-from m4_radix_cache import LLMEngine, RequestOutput, SamplingParams, TraceConfig
+from m4_radix_cache import LLMEngine, RequestOutput, SamplingParams
 from m4_radix_cache.events import Admit, Audit, Matched, PolicyOrder, Retract
 from m4_radix_cache.mem_cache.events import Evicted
 from m4_radix_cache.views.radix_tree import KEY, RadixTreeView
@@ -59,6 +59,7 @@ class Stage:
         self.params, self.options, self.console, self.stack = params, options, console, ExitStack()
         self.configs = {**configs, "parts": {"model_loader": cache(self.engine_class.parts["model_loader"])}}
         self.engines, self.records = list[Any](), Records()
+        self.trace = replace(configs["trace_config"], jsonl=None, chrome=None, player=None)  # their readers are below
         self.readers: list[Any] = [self.records, *map(self._kept_open, readers_of(configs["trace_config"]))]
 
     def _kept_open(self, reader: TraceReader) -> Any:
@@ -72,7 +73,7 @@ class Stage:
         Its requests must end before the next engine is built: in a trace file, this is where the events of the next
         engine begin.
         """
-        trace = TraceConfig(readers=tuple(self.readers))
+        trace = replace(self.trace, readers=tuple(self.readers))
         engine = self.engine_class(**{**self.configs, "trace_config": trace, **configs})
         self.engines.append(self.stack.enter_context(engine))
         return engine

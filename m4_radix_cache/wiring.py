@@ -49,7 +49,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     )
     trace_start(loaded, config.model, limits, tracer)
     kv_cache_config = reserve_kv_memory(executor, config, budget, loaded, tracer)
-    record_experts(config.trace, loaded, tracer)
+    record_experts(config.trace, loaded, worker, tracer)
     tiers = tiers_of(config, load, [loaded], worker.model_runner, parts)
     pools = build_pools(kv_cache_config.num_blocks, rows, config, tiers, parts, tracer)
     return parts["engine_core"](

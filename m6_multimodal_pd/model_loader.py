@@ -21,6 +21,7 @@ from m3_paged_attention.model_loader import (
     describe_for_decoder,
     load_described,
     needed_bytes,
+    packed_bytes,
     weights_directory,
 )
 from m3_paged_attention.models.architecture import MODEL_TYPES
@@ -71,7 +72,7 @@ def load_model(config: ModelConfig, kv_cache_dtype: KVCacheDtype = "auto") -> Lo
     kv_dtype = check_model(config, kv_cache_dtype, described, shape.head_dim, backend)
     needed = load_part(name, "its weights", lambda: needed_bytes(config, described, shape))
     of_tower = load_part(name, "its weights", lambda: vision.count_weights(described.config.vision_config))
-    check_room(config, described, needed + of_tower * itemsize)
+    check_room(config, described, needed + of_tower * itemsize + packed_bytes(config, described, shape))
 
     def load() -> tuple[VisionTower, Qwen3VLDecoder]:
         tower, weights = _weights(config, described, language)

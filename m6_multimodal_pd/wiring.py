@@ -91,7 +91,7 @@ class PreparedEngine:
         trace_start(loaded, config.model, limits, tracer)
         kv_cache_config = reserve_kv_memory(executor, config, self.kv_budget, loaded, tracer)
         costs = cost_table(limits, worker, tracer)
-        record_experts(config.trace, loaded, tracer)
+        record_experts(config.trace, loaded, worker, tracer)
         models = [each for each in (self.drafting, loaded) if each is not None]
         tiers = tiers_of(config, self.load, models, worker.model_runner, parts)
         pools = build_pools(kv_cache_config.num_blocks, rows, config, tiers, parts, tracer)

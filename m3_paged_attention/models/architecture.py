@@ -89,7 +89,7 @@ def decoder_config(name: str, architecture: str, config: PreTrainedConfig, *, mo
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         tie_word_embeddings=bool(config.tie_word_embeddings),
         rope=_rope_config(name, config),
-        experts=experts_config(name, config) if architecture == "Qwen3MoeForCausalLM" else None,
+        experts=experts_config(name, config),
         initializer_range=config.initializer_range or 0.02,
     )
     _check_sizes(name, decoder)

@@ -1,4 +1,4 @@
-"""What a config.json says about experts: their number, size and layers.
+"""The entries of a config.json about experts: their number, size and layers.
 
 The names are those of transformers' config objects for Qwen3-MoE and Qwen3-VL-MoE: in the JSON some have others.
 `qwen3_moe.py` explains experts.
@@ -12,6 +12,9 @@ from transformers import PreTrainedConfig
 from m1_single_request.errors import ModelLoadError, shown
 from m1_single_request.model_loader import check_size
 from m1_single_request.precision import count_weights as dense_count
+
+MODEL_TYPES = ("qwen3_moe", "qwen3_vl_moe_text")
+"""Those of text configs with experts; others may have entries of the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +34,15 @@ class ExpertsConfig:
 
 
 def experts_config(name: str, config: PreTrainedConfig) -> ExpertsConfig | None:
-    """Read the experts of a config; None if it has no sparse layer. Raises `ModelLoadError`, with the model's `name`.
-
-    Qwen3-VL-MoE has no `norm_topk_prob` and always normalizes.
+    """Read the experts of a text config; None if it has no sparse layer. Raises `ModelLoadError`, with the model's
+    `name`. Qwen3-VL-MoE always normalizes, and has no window, whatever other entries its config has.
     """
+    if config.model_type not in MODEL_TYPES:
+        return None
     check_size(name, "num_experts", config.num_experts, low=0)
     check_size(name, "decoder_sparse_step", config.decoder_sparse_step)
-    if getattr(config, "sliding_window", None) is not None:
+    is_text_model = config.model_type == "qwen3_moe"
+    if is_text_model and getattr(config, "sliding_window", None) is not None:
         raise ModelLoadError(f"{name}: sliding_window={shown(config.sliding_window)} is not supported with experts")
     layers = frozenset(
         index
@@ -54,15 +59,16 @@ def experts_config(name: str, config: PreTrainedConfig) -> ExpertsConfig | None:
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,
-        normalizes=bool(getattr(config, "norm_topk_prob", True)),
+        normalizes=not is_text_model or bool(config.norm_topk_prob),
         layers=layers,
     )
 
 
-def count_weights(config: Any) -> int:
-    """Estimate the number of weights of the language model, as m1 does, with all experts."""
-    text, num_weights = config.get_text_config(), dense_count(config)
-    if not getattr(text, "num_experts", 0):
+def count_weights(name: str, config: Any) -> int:
+    """Estimate the number of weights of the language model, as m1 does, with all experts. Raises `ModelLoadError`."""
+    text = config.get_text_config()
+    experts, num_weights = experts_config(name, text), dense_count(config)
+    if experts is None:
         return num_weights
-    more = text.num_experts * text.moe_intermediate_size - text.intermediate_size
-    return num_weights + text.num_hidden_layers * 3 * text.hidden_size * more
+    more = experts.num_experts * experts.intermediate_size - text.intermediate_size
+    return num_weights + len(experts.layers) * 3 * text.hidden_size * more

@@ -60,16 +60,17 @@ def parts_of_experts(
 def layout_of(config: ExpertsConfig, hidden_size: int, shapes: Mapping[str, Sequence[int]], mlp: str) -> Layout:
     """Return how files store the experts of a layer. `shapes`: of their tensors, by name.
 
-    Both tensors decide together. The transposed shape of one of them alone may be the same: for gate and up if
-    `hidden_size` is twice the width of an expert, for down if both are equal. It is never the same for both.
+    The transposed shape of a tensor may be the same: for gate and up if `hidden_size` is twice the width of an expert,
+    for down if both are equal. It is never the same for both, so one of them decides.
     """
-    names = [f"{mlp}.experts.{field}_proj" for field in ("gate_up", "down")]
-    if not any(name in shapes for name in names):
+    found = {field: list(shapes.get(f"{mlp}.experts.{field}_proj", ())) for field in ("gate_up", "down")}
+    if not any(found.values()):
         return "single"
     hidden, inner = hidden_size, config.intermediate_size
-    transposed = [[config.num_experts, hidden, 2 * inner], [config.num_experts, inner, hidden]]
-    found = [list(shapes.get(name, ())) for name in names]
-    return "transposed" if found == transposed else "stacked"
+    for field, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        if rows != columns and found[field] == [config.num_experts, columns, rows]:
+            return "transposed"
+    return "stacked"
 
 
 class SparseMLP:

@@ -5,7 +5,8 @@
       layer   2  1.+232.354.41614.514....  16 read
 
 Attach it with `TraceConfig(experts=True, readers=(view,))`. It shows how uneven a batch is, and how many weights a
-step reads: of one request few experts, of many requests nearly all. vLLM and SGLang write such counts to files.
+step reads: of one request few experts, of many requests nearly all. The engines of a group (m6) report the same numbers
+as another event, `Reported`, which this view does not read. vLLM and SGLang write such counts to files.
 """
 
 from collections.abc import Iterator

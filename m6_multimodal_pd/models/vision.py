@@ -115,7 +115,8 @@ def count_weights(config: PreTrainedConfig) -> int:
 def check_vision_config(name: str, config: PreTrainedConfig, language: VLDecoderConfig) -> None:
     """Raise `ModelLoadError`, with the model's `name`, for a tower that cannot be built or does not fit `language`."""
     if config.model_type not in MODEL_TYPES:
-        raise ModelLoadError(f"{name}: vision_config has model_type={shown(config.model_type)}, not {MODEL_TYPES[0]!r}")
+        wanted = " or ".join(map(repr, MODEL_TYPES))
+        raise ModelLoadError(f"{name}: vision_config has model_type={shown(config.model_type)}, not {wanted}")
     check_size(name, "vision_config.depth", config.depth, high=LARGEST_DEPTH)
     for field in SIZES:
         check_size(name, f"vision_config.{field}", getattr(config, field))

@@ -23,6 +23,7 @@ from m1_single_request.sampler import Sampler
 from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.native_step import NativeStep
 from m3_paged_attention.executor import checked
+from m3_paged_attention.expert_recorder import ExpertRecorder
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.mem_cache.native_thread import NativeThread
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch
@@ -97,6 +98,8 @@ class Launcher:
 
     def obstacle(self) -> str | None:
         """Return why a forward has ended when `launch` returns, or None."""
+        if isinstance(getattr(self.worker, "recorder", None), ExpertRecorder):
+            return "the experts of each step are recorded when it has ended"
         if self.is_cuda or self.thread is not None:
             return None
         model = self.runner.model

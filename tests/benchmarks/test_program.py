@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from benchmarks.__main__ import COMMANDS, main
 from benchmarks.against import CASES, work
 from benchmarks.empty_kernels import TOKEN, empty_kernels
 from benchmarks.report import sections
+from benchmarks.roofline import experts_read
 from benchmarks.side import SideProcess
 from m3_paged_attention.attention import native_library
 from tests.structure.circles import files_import_in_one_direction
@@ -122,7 +124,31 @@ def test_an_unknown_part_of_a_lesson_is_an_error_that_names_the_others(tmp_path,
     assert "unknown parts evictions; there are reuse_0_6b" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [*LESSONS, "busy", "quantized", "kv_types"])
+@pytest.mark.exhaustive
+def test_experts_are_measured_beside_transformers_and_a_dense_model(tmp_path):
+    assert main(["experts", "--quick", "--rounds", "1", "--output", str(tmp_path)]) == 0
+    parts = json.loads((tmp_path / "quick" / "m3_experts.json").read_text("utf-8"))["parts"]
+    assert all(row["times transformers"] > 0 and row["of dense"] > 0 for row in parts["speed"]["rows"])
+    assert parts["reads"]["rows"][0]["read"] == 4, "one token reads as many as it uses"
+    bytes_of = {(point["model"], point["tokens"]): point["bytes"] for point in parts["roofline"]["points"]}
+    assert bytes_of["sparse", 1] < bytes_of["sparse", 16] < bytes_of["sparse", 64]
+
+
+def test_a_step_reads_the_experts_that_its_tokens_are_expected_to_choose():
+    experts = SimpleNamespace(num_experts=48, top_k=4)
+    assert [round(experts_read(experts, n), 1) for n in (1, 2, 16, 64)] == [4.0, 7.7, 36.1, 47.8]
+
+
+@pytest.mark.exhaustive
+def test_tiles_are_measured_beside_vectors(tmp_path, capsys):
+    if main(["tiles", "--quick", "--output", str(tmp_path)]) == 2:
+        assert "has no tiles" in capsys.readouterr().err
+        pytest.skip("a processor without tiles")
+    parts = json.loads((tmp_path / "quick" / "m3_tiles.json").read_text("utf-8"))["parts"]
+    assert all(min(row["seconds"].values()) > 0 for part in parts.values() for row in part["rows"])
+
+
+@pytest.mark.parametrize("name", [*LESSONS, "busy", "quantized", "kv_types", "experts", "tiles"])
 def test_the_tables_of_a_lesson_are_those_of_the_stored_numbers(name, tmp_path, monkeypatch):
     monkeypatch.setattr(lesson, "drawn", lambda *_: None)
     main([name, "--redraw", "--output", str(tmp_path)])

@@ -2,7 +2,9 @@
 token depends on another."""
 
 import random
+import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from m1_single_request.trace_event import Event
 from m1_single_request.tracer import TraceReader, TraceRecord
-from m3_paged_attention import ConfigError, LLMEngine, ModelConfig, ModelLoadError, SamplingParams, TraceConfig
+from m3_paged_attention import ConfigError, LLMEngine, ModelConfig, ModelLoadError, SamplingParams, TraceConfig, demo
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.native_backend import NativeBackend
 from m3_paged_attention.attention.native_experts import NativeExperts
@@ -21,10 +24,11 @@ from m3_paged_attention.attention.registry import resolve
 from m3_paged_attention.expert_events import ExpertsLoaded, ExpertsUsed
 from m3_paged_attention.int8_weight import Int8Weight, Weight
 from m3_paged_attention.model_loader import load_model
-from m3_paged_attention.models.experts_config import ExpertsConfig
+from m3_paged_attention.models.experts_config import ExpertsConfig, count_weights
 from m3_paged_attention.models.qwen3_moe import SparseMLP
 from m3_paged_attention.models.weights import dummy_weights, places
-from m3_paged_attention.views.expert_map import ExpertMap, draw
+from m3_paged_attention.views.expert_map import KEY, ExpertMap, draw
+from m3_paged_attention.worker import GPUWorker
 from tests.equivalence.models import save_random_model
 from tests.m3_paged_attention.checkpoints import edit_config, edit_weights
 from tests.m3_paged_attention.test_decoder import BACKENDS, check_against_transformers
@@ -273,7 +277,29 @@ def test_stacked_experts_of_mixed_layouts_are_refused(directory: Path) -> None:
     stack(directory, transposed=True)
     name = f"{MLP}.experts.down_proj"
     edit_weights(directory, lambda tensors: tensors.update({name: tensors[name].transpose(1, 2).contiguous()}))
-    assert f"other shapes for {MLP}.experts.gate_up_proj [5, 64, 96] instead of [5, 96, 64]" in refusal(directory)
+    assert f"other shapes for {MLP}.experts.down_proj [5, 64, 48] instead of [5, 48, 64]" in refusal(directory)
+
+
+def test_a_misshapen_tensor_of_stacked_experts_does_not_change_the_layout_of_the_others(directory: Path) -> None:
+    stack(directory, transposed=True)
+    edit_weights(directory, lambda tensors: tensors.update({f"{MLP}.experts.gate_up_proj": torch.zeros(5, 64, 90)}))
+    message = refusal(directory)
+    assert f"other shapes for {MLP}.experts.gate_up_proj [5, 64, 90] instead of [5, 64, 96] in" in message
+    assert "down_proj" not in message
+
+
+def test_entries_of_experts_in_the_config_of_a_dense_model_mean_nothing(tmp_path: Path) -> None:
+    directory = save_random_model(tmp_path, "qwen3")
+    edit_config(directory, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
+    assert load_model(ModelConfig(model=directory, device="cpu")).model.config.experts is None
+
+
+@pytest.mark.parametrize("overrides", [{"mlp_only_layers": []}, {"decoder_sparse_step": 3}, {}], ids=str)
+def test_the_estimate_of_weights_counts_sparse_layers_alone(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    directory = save_random_model(tmp_path, "qwen3_moe", **overrides)
+    config = AutoConfig.from_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors").values()
+    assert count_weights("moe", config) == pytest.approx(sum(tensor.numel() for tensor in tensors), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +310,8 @@ def test_stacked_experts_of_mixed_layouts_are_refused(directory: Path) -> None:
         ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ({"num_local_experts": -1}, "num_experts"),
+        ({"num_local_experts": "x"}, "num_experts"),
+        ({"num_local_experts": [1]}, "num_experts"),
         ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window=64"),
     ],
     ids=str,
@@ -350,6 +378,46 @@ def test_the_map_shows_each_layer_with_the_tokens_of_its_experts(directory: Path
         cells = "".join("." if load == 0 else str(load) for load in loads)
         assert row == f"  layer {layer:>3}  {cells}  {sum(load > 0 for load in loads)} read"
     assert frame.unevenness == max(frame.used.loads) / 2
+
+
+def test_a_step_that_fails_counts_nothing_and_the_next_one_its_own(directory: Path) -> None:
+    kept = Kept()
+    model = ModelConfig(model=directory, device="cpu", attention_backend="torch")
+    with LLMEngine(model_config=model, trace_config=TraceConfig(readers=(kept,), experts=True)) as engine:
+        last = engine.engine_core.executor.worker.model_runner.model.layers[-1]
+        mlp, last.mlp = last.mlp, lambda hidden: 1 / 0
+        assert engine.generate([1, 2, 3], SamplingParams(max_tokens=2)).finish_reason == "error"
+        last.mlp = mlp
+        engine.generate([5, 6, 7, 8, 9], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [used.num_tokens for used in kept.of(ExpertsUsed)] == [5, 1, 1]
+
+
+def test_a_worker_of_ones_own_records_no_experts(directory: Path) -> None:
+    class Own(GPUWorker):
+        def execute_model(self, decision: Any) -> Any:
+            return super().execute_model(decision)
+
+    model = ModelConfig(model=directory, device="cpu", attention_backend="torch")
+    with pytest.raises(ConfigError, match="no effect on a worker of your own"):
+        LLMEngine(model_config=model, trace_config=TraceConfig(experts=True), parts={"worker": Own})
+
+
+def test_the_demo_draws_the_experts_of_two_steps(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    flags = ["--model", str(directory), "--trace", "off", "--prompt", "Hi", "--max-tokens", "4"]
+    assert demo.main(flags) == 0
+    assert KEY not in capsys.readouterr().out
+    assert demo.main([*flags, "--trace-experts"]) == 0
+    out = capsys.readouterr().out
+    assert KEY in out and len(re.findall(r"^step \d+: \d+ tokens? used \d+ of 10 experts \(", out, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize("package", ["m3_paged_attention", "m4_radix_cache", "m5_chunked_prefill_spec"])
+def test_every_demo_refuses_to_record_what_is_not_there(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert import_module(f"{package}.demo").main(["--trace-experts"]) == 2
+    assert "ConfigError: TraceConfig(experts=True) records the use of experts" in capsys.readouterr().err
 
 
 def test_experts_are_not_counted_unless_asked_for(directory: Path) -> None:

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from m1_single_request.trace_readers import Records
 from m3_paged_attention.device_limits import DeviceLimits
-from m3_paged_attention.expert_events import ExpertsUsed
 from m5_chunked_prefill_spec import (
     ConfigError,
     InvalidRequestError,
@@ -17,7 +15,6 @@ from m5_chunked_prefill_spec import (
     PromptTooLongError,
     SchedulerConfig,
     SpeculativeConfig,
-    TraceConfig,
 )
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from tests.equivalence.models import save_random_model
@@ -122,13 +119,13 @@ def test_steps_are_measured_that_are_larger_than_the_longest_request(tiny_direct
 
 def test_steps_are_measured_with_many_different_tokens(tmp_path: Path) -> None:
     """Equal tokens would all read the same few experts, and no step of an engine costs so little."""
-    records, directory = Records(), save_random_model(tmp_path, "qwen3_moe")
-    model = ModelConfig(model=directory, device="cpu", dtype="float32")
-    with LLMEngine(model_config=model, trace_config=TraceConfig(readers=(records,), experts=True)) as engine:
-        runner_of(engine).measure_costs(64)
-    used = [event for _, event in records.of(ExpertsUsed)]
-    assert {each.num_read for each in used if each.num_tokens == 1} == {4}
-    assert {each.num_read for each in used if each.num_tokens == 64} == {10}, "two of three layers have five experts"
+    directory, read = save_random_model(tmp_path, "qwen3_moe"), dict[int, set[int]]()
+    with LLMEngine(model_config=ModelConfig(model=directory, device="cpu", dtype="float32")) as engine:
+        runner: Any = runner_of(engine)
+        mlp = runner.model.layers[0].mlp
+        mlp.observe = lambda experts: read.setdefault(len(experts), set()).add(len(experts.unique()))
+        runner.measure_costs(64)
+    assert read[1] == {2} and read[64] == {5}, "two of five experts for a token, and all for many"
 
 
 # --- intake -----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "as many deepstack layers as there are": {"vision": {"deepstack_visual_indexes": [0, 1, 2]}},
     "no deepstack": {"vision": {"deepstack_visual_indexes": []}},
     "experts": {"text": EXPERTS},
+    "experts, and entries that only others read": {"text": EXPERTS | {"norm_topk_prob": False, "sliding_window": 8}},
     "experts as wide as the model": {"text": EXPERTS | {"moe_intermediate_size": 64}},
     "experts half as wide, not tied": {"text": EXPERTS | {"moe_intermediate_size": 32}, "tie_word_embeddings": False},
 }

@@ -88,7 +88,8 @@ WRONG["m3.router"] = [
     (LESSON.defined("HastyMLP", {"SparseMLP": SparseMLP, "torch": torch}), "In which precision do you divide"),
     (changed(DIVIDED, "weights.to(logits.dtype) / weights.sum(-1, keepdim=True)"), "In which precision do you divide"),
     (changed("self.normalizes", "False"), "of the weights are others"),
-    (changed("if self.normalizes", "if True"), "not normalized"),
+    (changed("if self.normalizes", "if True"), "divided by their sum only if self.normalizes"),
+    (changed("dtype=torch.float32", "dtype=logits.dtype"), "Are the probabilities float32"),
     (changed("return experts, weights.to(logits.dtype)", "return experts, weights"), "in the precision of the logits"),
     (changed(DIVIDED, f"({DIVIDED}).flip(-1)"), "of the weights are others"),
     (changed("torch.softmax(logits, -1, dtype=torch.float32)", "-logits.float()"), "other experts than the 2"),
@@ -97,13 +98,17 @@ WRONG["m3.router"] = [
 
 changed = LESSON.solution("experts_of")
 WRONG["m3.expert_layout"] = [
-    (LESSON.defined("hasty_experts", {}), "Its own shape does not tell"),
-    (changed("(list(gate_up.shape), list(down.shape)) == transposed", "list(gate_up.shape) == transposed[0]"), "tell"),
+    (LESSON.defined("hasty_experts", {}), "Its own shape does not show it"),
+    (
+        changed("(list(gate_up.shape), list(down.shape)) == transposed", "list(gate_up.shape) == transposed[0]"),
+        "show it",
+    ),
     (
         changed("(list(gate_up.shape), list(down.shape)) == transposed", "list(down.shape) == transposed[1]"),
         "gate_up should be [6, 16, 8]",
     ),
     (changed("(list(gate_up.shape), list(down.shape)) == transposed", "False"), "gate_up should be [6, 10, 8]"),
     (changed("down.transpose(1, 2)", "down"), "down should be [6, 8, 5]"),
+    (changed("down.transpose(1, 2)", "down.reshape(6, hidden_size, width)"), "reshape does not"),
     (lambda *_: None, "TypeError"),
 ]

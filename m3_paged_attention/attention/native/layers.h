@@ -96,15 +96,17 @@ template <class T> void run_layers(Step<T>& s) {
     T *of_qk = of_qkv + rows * qkv, *attended = of_qk + rows * qk, *gate_up = attended + rows * s.heads * dim;
     T* gated = gate_up + rows * 2 * s.intermediate_size;
     float *cos = s.angles, *sin = cos + rows * half;
-    const Shape decodes = {s.num_decodes, s.heads, s.kv_heads, dim, s.block_size, 0, s.table_stride};
-    SharedPrefixes shared(s.tables + s.num_prefills * s.table_stride, s.lengths + s.num_prefills, decodes, threads);
-    if (s.layer < 0)
+    thread_local std::unique_ptr<SharedPrefixes> shared;  // from the first call of a step to its last one
+    if (s.layer < 0) {
+        const Shape decodes = {s.num_decodes, s.heads, s.kv_heads, dim, s.block_size, 0, s.table_stride};
+        shared = std::make_unique<SharedPrefixes>(s.tables + s.num_prefills * s.table_stride,
+                                                  s.lengths + s.num_prefills, decodes, threads);
         for (long r = 0; r < rows; r++) {
             std::memcpy((void*)(residual + r * hidden), s.embedding + s.input_ids[r] * hidden, hidden * sizeof(T));
             std::memcpy(cos + r * half, s.cos + s.positions[r] * half, half * sizeof(float));
             std::memcpy(sin + r * half, s.sin + s.positions[r] * half, half * sizeof(float));
         }
-    else
+    } else
         apply_experts(s, s.layers[s.layer], x, y);
     for (long i = ++s.layer; i < s.num_layers; i = ++s.layer) {
         const Layer<T>& layer = s.layers[i];
@@ -124,7 +126,7 @@ template <class T> void run_layers(Step<T>& s) {
         with_type<T>(s.kv_type, layer.keys, layer.values, [&](auto* keys, auto* values) {
             store_kv(query + s.heads * dim, of_qkv + qk, keys, values, s.slots, rows, stored, stride, qkv, threads);
         });
-        attention_of(s, layer, query, stride, attended, shared);
+        attention_of(s, layer, query, stride, attended, *shared);
         apply(layer.o, attended, y, rows, s.heads * dim, hidden, threads);
         add_rms_norm(y, residual, layer.post_attention_norm, x, rows, hidden, s.eps, threads);
         if (layer.router.packed) return apply(layer.router, x, s.logits, rows, hidden, s.num_experts, threads);
@@ -133,6 +135,7 @@ template <class T> void run_layers(Step<T>& s) {
         apply(layer.down, gated, y, rows, s.intermediate_size, hidden, threads);
     }
     add_rms_norm(y, residual, s.norm, s.output, rows, hidden, s.eps, threads);
+    shared.reset();
 }
 
 }  // namespace
