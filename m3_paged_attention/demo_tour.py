@@ -13,6 +13,7 @@ from rich.text import Text
 
 from m1_single_request.config import ModelConfig as FileModelConfig
 from m1_single_request.demo_tour import bullets, prompt_of
+from m1_single_request.errors import ModelLoadError
 from m1_single_request.events import size, some
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching import LLMEngine as SlotEngine, SchedulerConfig as SlotSchedulerConfig, demo_tour as m2_tour
@@ -132,7 +133,12 @@ def show_comparison(engine: LLMEngine, sized: KVSized, workload: Workload, conso
         bullets(console, ["Nothing is compared: m2 needs the files of a model, and memory for a slot."])
         return
     config = FileModelConfig(model=model.model, device=model.device, dtype=model.dtype, max_model_len=num_tokens)
-    with SlotEngine(model_config=config, scheduler_config=SlotSchedulerConfig(max_num_seqs=num_slots)) as m2:
+    try:
+        slot_engine = SlotEngine(model_config=config, scheduler_config=SlotSchedulerConfig(max_num_seqs=num_slots))
+    except ModelLoadError as error:  # of a model with experts, for example
+        bullets(console, [f"Nothing is compared: {error}."])
+        return
+    with slot_engine as m2:
         sides = {"m2": (m2, len(workload)), "m3": (engine, len(workload))}
         slots, blocks = m2_tour.compare(workload, sides, console).values()
     bullets(console, [*conclusions(slots, blocks), m2_tour.same_answers(slots.token_ids, blocks.token_ids)])

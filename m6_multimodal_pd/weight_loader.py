@@ -94,7 +94,7 @@ class WeightLoader:
         running = fixed_values(self.running)
         for name, value in fixed_values(described).items():
             if value != running[name]:
-                raise ModelLoadError(f"{model}: its {name} is not that of the model that runs; start another engine")
+                raise ModelLoadError(f"{model}: another {name} than that of the model that runs; start another engine")
         return load_part(model, "its weights", lambda: self._checkpoint(model))
 
     def load(self, checkpoint: Checkpoint, before_write: Callable[[str], object]) -> None:

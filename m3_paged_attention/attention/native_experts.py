@@ -12,6 +12,9 @@ from torch import Tensor
 from m3_paged_attention.attention.native_linear import PANEL, on_huge_pages
 from m3_paged_attention.int8_weight import Weight
 
+MOST_TOKENS = 2048
+"""Maximum tokens at a time, which bounds the working memory. More of them would not be faster."""
+
 
 class ExpertPanels:
     """The weights of a linear layer of all experts, in panels."""
@@ -34,7 +37,7 @@ class ExpertPanels:
 
 
 class NativeExperts:
-    """Experts of the C++ kernels. Working memory is shared by all layers, and grows with the largest step."""
+    """Experts of the C++ kernels. Working memory is shared by all layers."""
 
     def __init__(
         self, kernels: SimpleNamespace, gate_up: Weight, down: Weight, num_experts: int, work: dict[torch.dtype, Tensor]
@@ -45,6 +48,9 @@ class NativeExperts:
 
     def __call__(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sums of the chosen experts."""
+        if len(hidden) > MOST_TOKENS:
+            parts = [slice(start, start + MOST_TOKENS) for start in range(0, len(hidden), MOST_TOKENS)]
+            return torch.cat([self(hidden[part], experts[part], weights[part]) for part in parts])
         (num_tokens, top_k), (hidden_size, width) = experts.shape, (self.down.features, self.gate_up.features)
         assert hidden.shape == (num_tokens, hidden_size) and hidden.dtype == weights.dtype == self.dtype
         assert experts.dtype == torch.int64 and experts.is_contiguous() and weights.is_contiguous()

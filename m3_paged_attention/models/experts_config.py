@@ -15,6 +15,8 @@ from m1_single_request.precision import count_weights as dense_count
 
 MODEL_TYPES = ("qwen3_moe", "qwen3_vl_moe_text")
 """Those of text configs with experts; others may have entries of the same names."""
+LARGEST_NUM_EXPERTS = 2**12
+"""Eight times as many as any released model has: each has names, which are compared with those of the files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +39,9 @@ def experts_config(name: str, config: PreTrainedConfig) -> ExpertsConfig | None:
     """Read the experts of a text config; None if it has no sparse layer. Raises `ModelLoadError`, with the model's
     `name`. Qwen3-VL-MoE always normalizes, and has no window, whatever other entries its config has.
     """
-    if config.model_type not in MODEL_TYPES:
-        return None
-    check_size(name, "num_experts", config.num_experts, low=0)
+    if config.model_type not in MODEL_TYPES or not hasattr(config, "num_experts"):
+        return None  # a config of two families is refused by its reader
+    check_size(name, "num_experts", config.num_experts, low=0, high=LARGEST_NUM_EXPERTS)
     check_size(name, "decoder_sparse_step", config.decoder_sparse_step)
     is_text_model = config.model_type == "qwen3_moe"
     if is_text_model and getattr(config, "sliding_window", None) is not None:
@@ -59,7 +61,7 @@ def experts_config(name: str, config: PreTrainedConfig) -> ExpertsConfig | None:
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,
-        normalizes=not is_text_model or bool(config.norm_topk_prob),
+        normalizes=not is_text_model or bool(getattr(config, "norm_topk_prob", True)),
         layers=layers,
     )
 

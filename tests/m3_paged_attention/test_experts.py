@@ -33,6 +33,7 @@ from tests.equivalence.models import save_random_model
 from tests.m3_paged_attention.checkpoints import edit_config, edit_weights
 from tests.m3_paged_attention.test_decoder import BACKENDS, check_against_transformers
 from tests.m3_paged_attention.test_weights import load, refusal, same, shape_of, split_up
+from tests.support.demos import words
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -126,7 +127,7 @@ needs_native = pytest.mark.skipif(bool(native_library.obstacle()), reason="no C+
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_experts_give_a_token_the_same_bits_in_any_company(dtype: torch.dtype, quantized: bool) -> None:
-    hidden, experts, weights, gate_up, down = drawn(500, dtype)
+    hidden, experts, weights, gate_up, down = drawn(5000, dtype)
     of_experts: list[Weight] = [Int8Weight.of(each) if quantized else each for each in (gate_up, down)]
     layer = NativeBackend().experts(*of_experts, NUM_EXPERTS)
     assert isinstance(layer, NativeExperts)
@@ -135,7 +136,7 @@ def test_native_experts_give_a_token_the_same_bits_in_any_company(dtype: torch.d
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            for count in (2, 7, 33, 60, 500):
+            for count in (2, 7, 33, 60, 500, 5000):
                 found = layer(hidden[:count], experts[:count], weights[:count])
                 assert torch.equal(found[:60], alone[:count])
     finally:
@@ -311,6 +312,7 @@ def test_the_estimate_of_weights_counts_sparse_layers_alone(tmp_path: Path, over
         ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ({"num_local_experts": -1}, "num_experts"),
         ({"num_local_experts": "x"}, "num_experts"),
+        ({"num_local_experts": 4097}, "num_experts"),
         ({"num_local_experts": [1]}, "num_experts"),
         ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window=64"),
     ],
@@ -335,7 +337,7 @@ def test_all_experts_count_once_as_weights(directory: Path) -> None:
 
 
 def test_experts_that_do_not_fit_are_refused_before_they_are_read(directory: Path) -> None:
-    edit_config(directory, num_local_experts=2**22)
+    edit_config(directory, num_local_experts=2**12, moe_intermediate_size=2**20)
     (directory / "model.safetensors").write_bytes(b"nobody reads this")
     with pytest.raises(ModelLoadError, match=r"they need [\d,.]+ GiB as float32, and .* of cpu memory is available"):
         load_model(ModelConfig(model=directory, device="cpu", attention_backend="torch"))
@@ -412,6 +414,15 @@ def test_the_demo_draws_the_experts_of_two_steps(
     assert demo.main([*flags, "--trace-experts"]) == 0
     out = capsys.readouterr().out
     assert KEY in out and len(re.findall(r"^step \d+: \d+ tokens? used \d+ of 10 experts \(", out, re.MULTILINE)) == 2
+
+
+def test_the_tour_of_a_model_with_experts_compares_nothing_and_draws_its_map(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    assert demo.main(["--model", str(directory), "--num-prompts", "2", "--trace-experts"]) == 0
+    out = words(capsys.readouterr().out)
+    assert "Nothing is compared:" in out and "'Qwen3MoeForCausalLM' is not supported" in out and KEY in out
 
 
 @pytest.mark.parametrize("package", ["m3_paged_attention", "m4_radix_cache", "m5_chunked_prefill_spec"])

@@ -1,6 +1,7 @@
 """Logits are those of transformers: in every shape, precision and backend, in one piece and cut inside pictures."""
 
 import functools
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from m3_paged_attention.config import ModelConfig as PagedConfig
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.qwen3_moe import SparseMLP
 from m3_paged_attention.models.rotary import RotaryTable
-from m6_multimodal_pd import LLMEngine, ModelConfig
+from m6_multimodal_pd import LLMEngine, ModelConfig, ModelLoadError
 from m6_multimodal_pd.model_loader import load_model
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from tests.m3_paged_attention.checkpoints import edit_weights
@@ -53,6 +54,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
         return save_seeing_model(tmp_path_factory.mktemp("vl"), **SHAPES[shape])
 
     return saved
+
+
+@pytest.mark.parametrize(("part", "wrong"), [("config", "qwen3_vl"), ("text_config", "qwen3_moe")])
+def test_a_config_of_two_families_is_refused_by_name(tmp_path: Path, part: str, wrong: str) -> None:
+    directory = save_seeing_model(tmp_path, text=EXPERTS)
+    path = directory / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    (config if part == "config" else config[part])["model_type"] = wrong
+    path.write_text(json.dumps(config), "utf-8")
+    with pytest.raises(ModelLoadError, match="model_type="):
+        load_model(ModelConfig(model=directory, device="cpu"))
 
 
 def of_prompt(logits: Tensor, prompt: Sequence[int]) -> Tensor:

@@ -98,7 +98,7 @@ def test_weights_that_do_not_fit_are_not_exchanged_and_put_back(tmp_path: Path, 
     with made(DisaggregationConfig(transport="in_process"), first) as engine:
         assert engine.chat(QUESTION, PARAMS).text == answers[0]
         shutil.rmtree(first)
-        with pytest.raises(ModelLoadError, match="is not that of the model that runs"):
+        with pytest.raises(ModelLoadError, match=r"another .* than that of the model that runs"):
             engine.update_weights(TEXT_MODEL)
         output = engine.chat(QUESTION, PARAMS)
         assert output.text == answers[0] and output.metrics.cached_tokens > 0
