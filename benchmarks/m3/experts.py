@@ -129,7 +129,7 @@ class Theirs:
         cache, seconds = found.past_key_values, []
         for _ in range(num_steps):
             began = time.perf_counter()
-            found = self.model(found.logits[:, -1:].argmax(-1), past_key_values=cache, use_cache=True)
+            found = self.model(found.logits[:, -1:].argmax(-1), cache=cache, use_cache=True)
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
 

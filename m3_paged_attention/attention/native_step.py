@@ -117,7 +117,7 @@ class NativeStep:
         input_ids, positions = input_ids.contiguous(), positions.contiguous()
         output, table = self.fill(input_ids, positions, metadata), self.table
         self.run_layers(ctypes.addressof(table))
-        while table.layer < table.num_layers:
+        while table.num_experts and table.layer < table.num_layers:
             mlp = self.model.layers[table.layer].mlp
             experts, weights = mlp.choose(self._logits[: len(output)])
             table.experts, table.expert_weights = experts.data_ptr(), weights.data_ptr()
