@@ -40,7 +40,7 @@ NOT_RUN = {
     r".*: python -m training\.tiny_.*": "trains for 80 minutes and more",
     r".*: python -m training\.evaluate.*": "asks thousands of questions: takes minutes",
     r".*: python -m tests\.(foreign|faults|kills\.\w+).*": "takes an hour, or installs programs of others",
-    r".*: python -m benchmarks (m\d(_\w+)?|busy|quantized|experts|tiles|kv_types|limits|against.*)": "measures for minutes",
+    r".*: python -m benchmarks (m\d\w*|busy|quantized|experts|tiles|kv_types|limits|against.*)": "measures for minutes",
     r".*: python -m benchmarks peers --llama-cpp .*": "needs other engines",
     r".*: python -m m3_paged_attention\.demo --threads 2": "two threads wait for each other beside the other tests",
 }

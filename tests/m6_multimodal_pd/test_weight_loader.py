@@ -254,9 +254,9 @@ MISFITS: dict[str, tuple[Any, str]] = {
         lambda path: edit_weights(path, lambda each: each.update({"lm_head.weight": torch.zeros(4000, 64)})),
         "lm_head.weight",
     ),
-    "angles": (config_of(rope_parameters={"rope_type": "default", "rope_theta": 5.0}), "its rope is not"),
-    "an epsilon": (config_of(rms_norm_eps=0.25), "its rms_norm_eps is not"),
-    "an end": (config_of(eos_token_id=77), "its set of end-of-sequence ids is not"),
+    "angles": (config_of(rope_parameters={"rope_type": "default", "rope_theta": 5.0}), "another rope than"),
+    "an epsilon": (config_of(rms_norm_eps=0.25), "another rms_norm_eps than"),
+    "an end": (config_of(eos_token_id=77), "another set of end-of-sequence ids than"),
 }
 
 
@@ -298,7 +298,7 @@ def test_other_words_do_not_fit(pair: tuple[Path, Path], running: LLMEngine, tmp
     first, second = list(words)[300:302]
     words[first], words[second] = words[second], words[first]
     (path / "tokenizer.json").write_text(json.dumps(stored))
-    with pytest.raises(ModelLoadError, match="its vocabulary is not"):
+    with pytest.raises(ModelLoadError, match="another vocabulary than"):
         running.update_weights(path)
 
 
@@ -454,5 +454,5 @@ def test_of_a_group_the_engine_is_lost_that_has_parts_of_both(
 
 
 def test_a_model_of_another_kind_does_not_fit(seeing: tuple[Path, Path]) -> None:
-    with made(seeing[0]) as engine, pytest.raises(ModelLoadError, match="its architecture is not"):
+    with made(seeing[0]) as engine, pytest.raises(ModelLoadError, match="another architecture than"):
         engine.update_weights(TEXT_MODEL)
