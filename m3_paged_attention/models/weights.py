@@ -57,9 +57,7 @@ class LayerWeights:
     o: Weight  # [hidden_size, num_heads * head_dim]
     o_bias: Tensor | None
     post_attention_norm: Tensor  # [hidden_size]
-    router: (
-        Tensor | None
-    )  # [num_experts, hidden_size]; then the next ones are those of all experts, one after the other
+    router: Tensor | None  # [num_experts, hidden_size]; with one, gate_up and down are those of all experts, in turn
     gate_up: Weight  # [2 * intermediate_size, hidden_size]
     gate_up_bias: Tensor | None
     down: Weight  # [hidden_size, intermediate_size]
