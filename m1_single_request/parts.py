@@ -22,7 +22,7 @@ def check_parts(parts: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         is_object = isinstance(defaults[role], type) and isinstance(part, defaults[role])
         if is_object or not callable(part):
             raise ConfigError(f"parts: {role!r} must be a class or a function, not {shown(part)}")
-        problem = _problem(part, defaults[role])
+        problem = None if part is defaults[role] else _problem(part, defaults[role])
         if problem is not None:
             raise ConfigError(f"parts: {role!r}: {getattr(part, '__name__', shown(part))} {problem}")
 

@@ -497,6 +497,17 @@ def test_an_engine_sends_nothing_to_another_than_its_router(site: Site, keys: Cu
     assert not engine.joined and not impostor.poll(0)
 
 
+def test_an_engine_that_is_refused_before_its_hello_is_cut(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect_slowly(socket: "zmq.Socket[bytes]", address: str) -> None:
+        connect(socket, address)
+        until(lambda: not socket.poll(10, zmq.POLLOUT))
+
+    connect = zmq.Socket.connect
+    monkeypatch.setattr(zmq.Socket, "connect", connect_slowly)
+    impostor, engine = site.impostor(KEYS.engines)
+    assert engine.was_cut() and not engine.joined and not impostor.poll(0)
+
+
 def test_an_engine_reads_nothing_before_the_welcome(site: Site) -> None:
     router, engine = site.impostor(KEYS.router)
     identity, *hello = router.recv_multipart()

@@ -166,7 +166,8 @@ class EngineSocket(Endpoint[M]):
         self._set({zmq.CURVE_SERVERKEY: keys.trusted.encode()})
         self._set({zmq.RECONNECT_IVL: -1})  # never
         self._open(self._socket.connect, address)
-        self._write([HELLO])
+        with suppress(zmq.Again):  # refused already: `was_cut` says so
+            self._write([HELLO])
 
     def was_cut(self) -> bool:
         """Return whether the connection to the router is over, or the router does not read its messages."""
