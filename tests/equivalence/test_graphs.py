@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("variant", "model"), CASES)
 def test_answers_in_graphs_are_those_of_transformers(
     variant: Variant,
