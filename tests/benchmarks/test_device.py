@@ -12,6 +12,8 @@ from benchmarks.device.measures import Bench
 from benchmarks.lesson import Size
 from benchmarks.report import sections
 
+pytestmark = pytest.mark.exhaustive  # whole runs of a benchmark
+
 SMALL = device.SHAPE | {
     "num_hidden_layers": 2,
     "hidden_size": 64,

@@ -11,6 +11,8 @@ from benchmarks.m4_tiers.capacity import shares
 from benchmarks.m4_tiers.chat import ALL, NONE, TIERS, chat
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 
+pytestmark = pytest.mark.exhaustive  # whole runs of a benchmark
+
 
 def test_a_device_that_is_too_small_finds_in_host_memory_what_a_large_one_finds_itself():
     part = on_model(lambda engines: chat(engines, 16, 2, 1, 16))

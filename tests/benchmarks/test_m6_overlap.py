@@ -11,6 +11,8 @@ from benchmarks.m6_overlap.measures import BOTH_CORES, NORMAL, OVERLAPPED, Decod
 from m3_paged_attention.attention import native_library
 from m6_multimodal_pd.overlap import engine_core
 
+pytestmark = pytest.mark.exhaustive  # whole runs of a benchmark
+
 ROUNDS = 3
 
 

@@ -13,6 +13,8 @@ from benchmarks.metrics import METRICS, Goal, compared, goodput, measured
 from benchmarks.side import Measured, SideProcess
 from benchmarks.timing import interval, t_quantile
 
+pytestmark = pytest.mark.exhaustive  # whole runs of a benchmark
+
 SMALL = ["--rounds", "2", "--requests", "3", "--threads", "1", "--device", "cpu"]
 MINE = """
 from m4_radix_cache.mem_cache.radix_cache import RadixCache

@@ -127,6 +127,7 @@ def make_files(snippet: Snippet, folder: Path) -> None:
         assert main(["--prompt", TYPED, "--trace", "off", "--trace-file", str(folder / "trace.jsonl")]) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("snippet", params(without(NOT_RUN, PYTHON)))
 def test_python_runs(
     snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -158,7 +158,7 @@ def test_overlapped_steps_answer_any_traffic_as_the_normal_loop_does(
 
 
 @pytest.mark.hypothesis
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_forced", FORCED, ids=FORCED.values())
 @pytest.mark.parametrize(("cache", "page_size"), PAGES)
 def test_and_so_they_do_where_steps_are_graphs(
@@ -225,7 +225,7 @@ def check_seen(seen: "Seen", is_forced: bool, *wanted: str) -> None:
 
 
 @pytest.mark.hypothesis
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_forced", FORCED, ids=FORCED.values())
 @pytest.mark.parametrize(("cache", "page_size"), PAGES)
 def test_drafts_that_are_scheduled_behind_drafts_change_no_token(

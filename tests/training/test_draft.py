@@ -21,6 +21,8 @@ from training.loop import IGNORE, Batch, LoopConfig, cross_entropy, labelled_log
 from training.recipe import Recipe
 from training.tiny_qwen3_draft import PLAN
 
+pytestmark = pytest.mark.exhaustive  # nothing trains in an engine
+
 FIRST_SPECIAL = 45  # of the 50 tokens of the tiny models below
 
 

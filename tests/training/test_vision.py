@@ -37,6 +37,8 @@ from training.vision_recipe import VisionRecipe, see
 from training.vision_skills import Looked, Turn, patches, still
 from training.vision_tower import ASKED, answers_of, train_tower
 
+pytestmark = pytest.mark.exhaustive  # nothing trains in an engine
+
 DIALOGUES = (vision_skills.picture_dialogue, vision_skills.compare_dialogue, vision_skills.clip_dialogue)
 
 
