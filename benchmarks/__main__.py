@@ -36,6 +36,7 @@ COMMANDS = {
     "m6_pd": Command("m6_pd", "prefill and decode apart: bytes, bandwidth, overhead, gaps, the roofline", "5 min"),
     "m6_overlap": Command("m6_overlap", "overlapped steps against the normal order, the host's time hidden", "5 min"),
     "m7": Command("m7", "streams through HTTP beside the engine alone, slow readers, llama-server", "20 min"),
+    "m8": Command("m8", "two ranks beside one process: steps, collectives, memory; a large model on paper", "8 min"),
     "device": Command("device", "an 8B model on a GPU: bandwidth and arithmetic reached, graphs, overlap", "6 min"),
     "busy": Command("m3.busy", "m3 decoding beside a busy program, each side in its own process", "25 min"),
     "quantized": Command("m3.quantized", "linear layers: huge pages, weights of eight bits, their answers", "15 min"),

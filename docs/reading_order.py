@@ -8,6 +8,7 @@ IDEAS = {
     "m5_chunked_prefill_spec": "many tokens in one step",
     "m6_multimodal_pd": "images; two engines; overlapped steps",
     "m7_serving": "many clients, one engine",
+    "m8_parallel": "one model on several ranks",
 }
 
 READING = {
@@ -130,6 +131,18 @@ READING = {
         ("mailbox.py", "one place for the newest output"),
         ("core_thread.py", "the router's steps, and the two ways to the event loop"),
         ("server/run.py", "start, signals, drain, end"),
+    ),
+    "m8_parallel": (
+        ("wiring.py", "what a rank has in place of m6's parts, and what all agree on at the start"),
+        ("ranks.py", "collectives, notes in the store, and an error that is that of all"),
+        ("models/plan.py", "which layer is cut how"),
+        ("models/shards.py", "the part of each tensor that a rank keeps"),
+        ("models/parallel_decoder.py", "where parts are added up, and logits gathered"),
+        ("models/shared_tower.py", "pictures that are shared out"),
+        ("scheduler.py", "what is sent, and the comparison of decisions"),
+        ("model_runner.py", "the end of a step: one rank samples, all update"),
+        ("engine_core.py", "what a rank does that follows"),
+        ("watch.py", "which ranks are alive"),
     ),
 }
 """By lesson or part of a lesson: path in the package, and what the file shows."""

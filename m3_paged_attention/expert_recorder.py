@@ -15,9 +15,9 @@ class ExpertRecorder:
     def __init__(self, model: Any, tracer: Tracer) -> None:
         """`model`: a `Decoder` with experts. Several engines may share it, and take turns."""
         config = model.config.experts
-        self._tracer, self._num_experts, self._expert_bytes = tracer, config.num_experts, model.expert_bytes
-        self._layers = sorted(config.layers)
+        self._tracer, self._expert_bytes, self._layers = tracer, model.expert_bytes, sorted(config.layers)
         self._mlps = [model.layers[index].mlp for index in self._layers]
+        self._num_experts = self._mlps[0].num_experts
         self._chosen = list[Tensor]()
 
     def __enter__(self) -> None:

@@ -200,10 +200,13 @@ def prompt_logprobs(
     """
     targets = torch.tensor(token_ids[1:], device=hidden.device)
     found: list[LogprobRow] = []
+    is_finite = True
     for start in range(0, len(targets), ROWS_AT_A_TIME):
         end = min(start + ROWS_AT_A_TIME, len(targets))
         logits = compute_logits(hidden[start:end])
-        if not logits.isfinite().all():
-            raise ForwardError("the model computed NaN or infinite logits for the prompt")
-        found += gather_logprobs(logits, targets[start:end], num_best)
+        is_finite = is_finite and bool(logits.isfinite().all())
+        if is_finite:
+            found += gather_logprobs(logits, targets[start:end], num_best)
+    if not is_finite:
+        raise ForwardError("the model computed NaN or infinite logits for the prompt")
     return tuple(found)

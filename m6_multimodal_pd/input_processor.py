@@ -73,7 +73,8 @@ class InputProcessor(TextInputProcessor):
         if unread is None:
             self._add_images(children, inputs)
         else:
-            children[0].unread = unread
+            for child in children:
+                child.unread = unread
         return request
 
     def _without_reading(

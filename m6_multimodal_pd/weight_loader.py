@@ -31,13 +31,14 @@ from m3_paged_attention.experts import StackedLinears
 from m3_paged_attention.int8_weight import Int8Weight, Weight
 from m3_paged_attention.linear import PackedLinear, PlainLinear, QuantizedLinear
 from m3_paged_attention.model_loader import weights_directory
-from m3_paged_attention.models.architecture import MODEL_TYPES, decoder_config
+from m3_paged_attention.models.architecture import MODEL_TYPES, DecoderConfig, decoder_config
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.layers import MLP, Attention, DecoderLayer
-from m3_paged_attention.models.qwen3_moe import SparseMLP
+from m3_paged_attention.models.qwen3_moe import Layout, SparseMLP
 from m3_paged_attention.models.weights import (
     HEAD,
     PREFIX,
+    DecoderWeights,
     allocate,
     check_decoder,
     dense,
@@ -77,6 +78,12 @@ class WeightLoader:
             **{field.name: getattr(loaded, field.name) for field in fields(ModelDescription)}
         )
         self.runner, self.encoder = runner, encoder
+
+    @property
+    def stored(self) -> DecoderConfig:
+        """The decoder as files have it."""
+        config: DecoderConfig = self.runner.model.config
+        return config
 
     def check(self, model: str) -> Checkpoint:
         """Read all but the weights of `model`, a directory or a hub id, and return where they are.
@@ -135,18 +142,24 @@ class WeightLoader:
         if tower is not None:
             prefix, (of_tower, of_decoder) = qwen3_vl.PREFIX, vision.parted(headers)
             vision.check_tower(model, of_tower, tower.tensors)
-        check_decoder(model, of_decoder, decoder.config, decoder.dtype, prefix)
+        check_decoder(model, of_decoder, self.stored, decoder.dtype, prefix)
         return Checkpoint(model, prefix, TensorFiles(headers))
 
     @torch.inference_mode()
     def _write(self, checkpoint: Checkpoint) -> None:
         files, decoder, tower = checkpoint.files, self.runner.model, self.encoder.tower
-        write_decoder(decoder, files, checkpoint.prefix, self.config.quantization)
+        self._write_decoder(decoder, checkpoint)
         for name, tensor in ({} if tower is None else tower.tensors).items():
             files.copy(vision.PREFIX + name, tensor)
         files.check_unchanged()
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)  # steps run on streams of their own
+
+    def _write_decoder(self, decoder: Decoder, checkpoint: Checkpoint) -> None:
+        _, prefix, files = checkpoint
+        layout = layout_in(files.headers, self.stored, prefix)
+        shapes = allocate(decoder.config, decoder.dtype, torch.device("meta"), self.config.quantization)
+        write_decoder(decoder, files, prefix, layout, shapes)
 
 
 def absolute(model: str | Path | None) -> str:
@@ -192,10 +205,10 @@ def parts_with_weights(model: Decoder) -> Iterator[Any]:
         yield from (place for field, place in places_in(layer).items() if field in LINEAR_FIELDS)
 
 
-def write_decoder(model: Decoder, files: TensorFiles, prefix: str, quantization: str | None) -> None:
-    """Overwrite all weights of a decoder whose tensors are named `prefix`.. in the files."""
-    config, layout = model.config, layout_in(files.headers, model.config, prefix)
-    shapes = allocate(config, model.dtype, torch.device("meta"), quantization)
+def write_decoder(model: Decoder, files: Any, prefix: str, layout: Layout, shapes: DecoderWeights) -> None:
+    """Overwrite all weights of a decoder, of these `shapes`. `files`: `TensorFiles`, or what copies from them; in these
+    the tensors are named `prefix`.., and `layout` is that of experts."""
+    config = model.config
     files.copy(f"{prefix}embed_tokens.weight", model.embedding)
     files.copy(f"{prefix}norm.weight", model.norm)
     for index, (layer, of_layer) in enumerate(zip(model.layers, shapes.layers, strict=True)):

@@ -47,6 +47,8 @@ class Codec(Generic[M]):
     message raises a ValueError for a dtype or shape that it does not accept.
     """
 
+    max_head_bytes, max_frames = MAX_HEAD_BYTES, MAX_FRAMES
+
     def __init__(self, message_type: Any, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         """Of one message, all frames together."""
@@ -77,10 +79,10 @@ class Codec(Generic[M]):
         return message
 
     def _check_sizes(self, sizes: list[int]) -> None:
-        if not 1 <= len(sizes) <= MAX_FRAMES:
-            raise WireError(f"a message of {len(sizes)} frames; there must be 1 to {MAX_FRAMES}")
-        if sizes[0] > MAX_HEAD_BYTES:
-            raise WireError(f"a message with a head of {sizes[0]} bytes; {MAX_HEAD_BYTES} are the limit")
+        if not 1 <= len(sizes) <= self.max_frames:
+            raise WireError(f"a message of {len(sizes)} frames; there must be 1 to {self.max_frames}")
+        if sizes[0] > self.max_head_bytes:
+            raise WireError(f"a message with a head of {sizes[0]} bytes; {self.max_head_bytes} are the limit")
         if sum(sizes) > self.max_bytes:
             raise WireError(f"a message of {sum(sizes)} bytes; {self.max_bytes} are the limit")
 

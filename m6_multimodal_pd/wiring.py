@@ -4,7 +4,7 @@ A model may have a vision tower now; then a media reader is added to intake, a b
 encoder with its cache to the model runner. For a text model all that is m5's. On CUDA the runner captures graphs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -66,6 +66,7 @@ class PreparedEngine:
 
         `load`: engines may share it, and then what it has loaded."""
         self.config, self.parts, self.tracer, self.load = config, parts, tracer, load
+        self.weight_loader: Callable[..., WeightLoader] = WeightLoader
         device = config.model.torch_device()
         check_memory_share(config.cache, device)
         prefix_cache_class(config.cache, parts)  # raises before the model is loaded
@@ -114,7 +115,9 @@ class PreparedEngine:
             parts=parts,
             tracer=tracer,
             encoder=encoder,
-            weight_loader=WeightLoader(config=config.model, loaded=loaded, runner=worker.model_runner, encoder=encoder),
+            weight_loader=self.weight_loader(
+                config=config.model, loaded=loaded, runner=worker.model_runner, encoder=encoder
+            ),
         )
 
     def _make(self, loaded: LoadedModel) -> Runner:

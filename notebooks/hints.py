@@ -355,5 +355,30 @@ HINTS: dict[str, tuple[str, str]] = {
         "Counts are cumulative, so the observations of a bucket are its count minus the count before, and the rank "
         "inside it is counted from there. The infinite bound and an empty histogram are cases of their own.",
     ),
+    # --- m8 -----------------------------------------------------------------------------------------------------------
+    "m8.order": (
+        "Which of the containers in your function keeps an order that is the same in every process?",
+        "The queue itself has an order that all ranks share. Go through it once, and remember which prompts you have "
+        "met: to ask a set whether it has something is safe, to iterate over it is not.",
+    ),
+    "m8.bias": (
+        "What every rank returns is added up. What must be in the sum once, although every rank has it?",
+        "One rank adds the bias, and the others add nothing. Only rank 0 is there for every number of ranks.",
+    ),
+    "m8.images": (
+        "A collective needs all ranks, also those that have nothing to bring.",
+        "Do not return before `all_gather`. An empty dictionary is a value like any other; with no image at all, too, "
+        "all ranks come or none does.",
+    ),
+    "m8.slices": (
+        "A stored weight is [outputs, inputs]. Of which of the four are heads the inputs?",
+        "With n KV heads and more ranks, cut k and v into n parts: rank r has part r * n // size. The width of a part "
+        "is a number of whole heads.",
+    ),
+    "m8.shares": (
+        "Go through the images from the largest to the smallest, and keep count of what each rank has.",
+        "Two ties must be decided alike on all ranks: equal images (a stable sort keeps the earlier one first) and "
+        "ranks with equally many patches (`list.index` finds the first).",
+    ),
 }
 """By exercise: the idea, and the step that is usually missing."""

@@ -83,12 +83,16 @@ class Decoder:
         """
         if kv.step is not None and kv.step.takes(metadata):
             return kv.step(input_ids, positions, metadata)
-        hidden = functional.embedding(input_ids, self.embedding)
+        hidden = self.embed(input_ids)
         cos, sin = self.rotary(positions)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(hidden, residual, cos, sin, kv.layer(index), metadata)
         return self.normed(hidden, residual)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens, `[num_tokens, hidden_size]`."""
+        return functional.embedding(input_ids, self.embedding)
 
     def normed(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         """Return the last norm of the last layer's output and residual, both `[num_tokens, hidden_size]`."""

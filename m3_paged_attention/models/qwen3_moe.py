@@ -78,7 +78,7 @@ class SparseMLP:
 
     def __init__(self, config: ExpertsConfig, router: Tensor, gate_up: Weight, down: Weight, backend: Backend) -> None:
         """`router`: `[num_experts, hidden_size]`; `gate_up` and `down`: those of all experts, one after the other."""
-        self.top_k, self.normalizes = config.top_k, config.normalizes
+        self.top_k, self.normalizes, self.num_experts = config.top_k, config.normalizes, len(router)
         self.router = backend.linear(router)
         self.experts = backend.experts(gate_up, down, config.num_experts)
         self.observe: Callable[[Tensor], Any] | None = None

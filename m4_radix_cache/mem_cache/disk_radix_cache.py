@@ -28,6 +28,7 @@ WAIT_S = 0.01
 class DiskRadixCache(HiRadixCache):
     """The tree over three tiers. `_acknowledge` also writes, `begin_step` also takes what has arrived."""
 
+    prefetch_class: ClassVar[type[Prefetch]] = Prefetch
     least_prefetched: ClassVar[int] = 256
     """Fewer tokens are computed, which is as fast as to wait for the disk."""
 
@@ -142,7 +143,9 @@ class DiskRadixCache(HiRadixCache):
             self._pin(node, -1)
             if pages is None:
                 return
-            prefetch = Prefetch(req.key, start // TOKEN_BYTES, digests, pages, self.prefetch_policy, self._chain(node))
+            prefetch = self.prefetch_class(
+                req.key, start // TOKEN_BYTES, digests, pages, self.prefetch_policy, self._chain(node)
+            )
             self.disk.prefetch(prefetch)
         self._prefetches[req.rid] = prefetch
         self.tracer.emit(PrefetchStarted, rid=req.rid, asked=len(digests) * self.page_size, policy=self.prefetch_policy)

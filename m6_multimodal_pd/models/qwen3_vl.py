@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from m1_single_request.errors import ModelLoadError, shown
@@ -123,7 +122,7 @@ class Qwen3VLDecoder(Decoder):
         """
         if visual is None:  # then positions have one axis
             return super().forward(input_ids, positions, kv, metadata)
-        hidden = functional.embedding(input_ids.clamp(max=self.config.vocab_size - 1), self.embedding)
+        hidden = self.embed(input_ids.clamp(max=self.config.vocab_size - 1))
         embeddings, *deepstack = visual.embeddings.chunk(1 + self.num_deepstack, 1)  # [num_visual, hidden_size]
         hidden.index_copy_(0, visual.places, embeddings)
         cos, sin = self.mrope(positions)

@@ -1,4 +1,4 @@
-"""docs/api: every module of m6 and m7 has a section, in one place."""
+"""docs/api: every module of m6, m7 and m8 has a section, in one place."""
 
 import re
 from pathlib import Path
@@ -10,12 +10,12 @@ API = ROOT / "docs" / "api"
 QUOTED = [
     (page.name, name)
     for page in sorted(API.glob("*.md"))
-    for name in re.findall(r"^::: (m[67]_[\w.]+)$", page.read_text(encoding="utf-8"), re.M)
+    for name in re.findall(r"^::: (m[678]_[\w.]+)$", page.read_text(encoding="utf-8"), re.M)
 ]
 """Page and module, or class, of each section."""
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for package in ("m6_multimodal_pd", "m7_serving")
+    for package in ("m6_multimodal_pd", "m7_serving", "m8_parallel")
     for path in sorted((ROOT / package).rglob("*.py"))
     if path.name not in ("__init__.py", "__main__.py") and not path.name.startswith("demo")
 ]

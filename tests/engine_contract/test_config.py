@@ -27,6 +27,7 @@ KEYWORDS = {
     "m4_radix_cache": "model trace scheduler cache",
     "m5_chunked_prefill_spec": "model trace scheduler cache speculative",
     "m6_multimodal_pd": "model trace scheduler cache speculative multimodal disaggregation",
+    "m8_parallel": "model trace scheduler cache speculative multimodal disaggregation parallel",
 }
 """What an engine of each milestone can be told: `model_config=` and so on."""
 

@@ -28,6 +28,7 @@ VOLATILE = {
     "step_arrived": {"device_ms", "waited_ms"},
     "acknowledged": {"copy_ms"},
     "prefetched": {"waited_ms"},
+    "collectives": {"began", "seconds"},
 }
 """What may differ between runs or machines, by the kind of event; nothing else may."""
 
@@ -39,9 +40,9 @@ ABOUT_REQUESTS = {"rid", "rids", "owner"}
 
 WITHOUT_REQUEST = {
     "the engine when it starts": "engine_started experts_loaded backend_chosen step_limits eager_steps threads_changed "
-    "kv_sized costs_measured graphs_captured graphs_unavailable normal_order",
+    "kv_sized costs_measured graphs_captured graphs_unavailable normal_order ranks_joined",
     "a step or its forward as a whole; `batch` of the same step has the requests": "step_done forward kv_usage "
-    "blocks_used audit step_launched step_arrived experts_used",
+    "blocks_used audit step_launched step_arrived experts_used collectives",
     "the whole cache or a tier, flushed by a call of the user": "cache_flushed host_flushed",
     "the disk, to which pages are written beside the steps": "disk_failed",
     "an engine or a process, and the way between two of them": "path_chosen engine_joined engine_refused "

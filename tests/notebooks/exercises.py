@@ -15,6 +15,7 @@ import m4_radix_cache
 import m5_chunked_prefill_spec
 import m6_multimodal_pd
 import m7_serving
+import m8_parallel
 from benchmarks.m2 import trace as m2_trace
 from benchmarks.m3 import trace as m3_trace
 from benchmarks.m4 import trace as m4_trace
@@ -23,6 +24,7 @@ from benchmarks.m5 import trace as m5_trace
 from benchmarks.m6 import trace as m6_trace
 from benchmarks.m6_pd import trace as m6_pd_trace
 from benchmarks.m7 import trace as m7_trace
+from benchmarks.m8 import trace as m8_trace
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler as SchedulerOfM1
@@ -39,6 +41,7 @@ from m6_multimodal_pd.graph_runner import StepInputs, sizes_up_to
 from m6_multimodal_pd.models.rotary import axes_of_pairs
 from m6_multimodal_pd.multimodal.inputs import content_hash
 from m6_multimodal_pd.multimodal.mrope import get_rope_index
+from m8_parallel.models.shared_tower import shared_out
 from notebooks import (
     checks,
     checks_m2,
@@ -50,6 +53,7 @@ from notebooks import (
     checks_m6_overlap,
     checks_m6_pd,
     checks_m7,
+    checks_m8,
 )
 from tests.notebooks.lessons import Lesson
 
@@ -109,7 +113,8 @@ M6_PD = Exercises(
 )
 M6_OVERLAP = Exercises(m6_multimodal_pd, checks_m6_overlap.check, M6_OVERLAP_CODE, notebook="m6_overlap")
 M7 = Exercises(m7_serving, checks_m7.check, {}, m7_trace.traced_steps)
-TAUGHT = [M1, M2, M3, M4, M4_TIERS, M5, M6, M6_PD, M6_OVERLAP, M7]
+M8 = Exercises(m8_parallel, checks_m8.check, {"m8.shares": shared_out}, m8_trace.traced_steps)
+TAUGHT = [M1, M2, M3, M4, M4_TIERS, M5, M6, M6_PD, M6_OVERLAP, M7, M8]
 
 
 def open_exercise(*_: object, **__: object) -> None:

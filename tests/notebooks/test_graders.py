@@ -19,6 +19,7 @@ from tests.notebooks import (
     wrong_m6_overlap,
     wrong_m6_pd,
     wrong_m7,
+    wrong_m8,
 )
 from tests.notebooks.exercises import open_exercise
 
@@ -33,6 +34,7 @@ MODULES = (
     wrong_m6_pd,
     wrong_m6_overlap,
     wrong_m7,
+    wrong_m8,
 )
 IN_AN_ENGINE = {
     *("m1.output_processor", "m2.shortest_first", "m2.starved_decode"),

@@ -1,0 +1,1 @@
+"""The tiers of KV on ranks."""

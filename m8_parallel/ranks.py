@@ -1,0 +1,336 @@
+"""The ranks of a job: their numbers, and the few collectives with which they compute one model.
+
+A *rank* is a process of the job; torchrun starts them and gives each a number. A *collective* is an operation that all
+ranks enter together, each with its own tensor: an all-reduce adds the tensors up, a gather brings them to rank 0, a
+broadcast takes one from rank 0 to all. `torch.distributed` has them, over gloo or NCCL, and a store in which ranks
+leave notes. Here is what an engine needs besides:
+
+    a record of each collective (`calls`), bytes of any length, and typed errors
+    `meet`: a wait for all ranks that is no collective, because one may load or think for minutes
+    `agree`: the error of one rank is the error of all
+    `form_anew`: an error inside a step; the others leave their collective at once, and all can go on
+
+vLLM: `distributed/parallel_state.py` (`GroupCoordinator`); SGLang the same. There an error on one rank ends the job.
+"""
+
+import math
+import re
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from m6_multimodal_pd.disaggregation.runtime.jobs import error_of, fault_of
+from m6_multimodal_pd.disaggregation.runtime.messages import Fault
+from m8_parallel.errors import RankLostError
+from m8_parallel.watch import Watch
+
+T = TypeVar("T")
+HEAD_BYTES, FIRST_BYTES = 8, 1024
+"""Of a message: its length, and what goes with it in one broadcast."""
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
+"""Between two looks for a note."""
+
+
+class Collective(NamedTuple):
+    """A collective of this rank."""
+
+    kind: str
+    num_bytes: int
+    """Size of this rank's tensor."""
+    began: float
+    """By `time.perf_counter`."""
+    seconds: float
+
+
+class Interrupted(Exception):
+    """Another rank has left the step because of an error."""
+
+
+class Ranks:
+    """This process among the ranks of its job; without a store it is alone, and has no collectives."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        store: Any = None,
+        watch: Watch | None = None,
+        *,
+        backend: str = "gloo",
+        step_timeout_s: float = 10.0,
+        long_timeout_s: float = 600.0,
+    ) -> None:
+        """`rank`: its number; rank 0 has the user. `store`: for notes (`torch.distributed.Store`). `watch`: heartbeats
+        of the ranks. `backend`: of torch.distributed. `long_timeout_s`: of a `meet`."""
+        self.rank, self.size, self.store, self.backend = rank, size, store, backend
+        self.watch: Any = watch
+        self.step_timeout_s, self.long_timeout_s = step_timeout_s, long_timeout_s
+        self.leads = False
+        """Whether this rank has the user, and others to tell what comes in."""
+        self.in_step = False
+        """Whether another rank may leave the group, because of an error of the step."""
+        self.calls: list[Collective] = []
+        """Since the last look of `taken`."""
+        self.num_collectives, self.num_bytes, self.seconds = 0, 0, 0.0
+        """Of all collectives."""
+        self._messages = self._meetings = self._agreements = self._groups = self._arrivals = 0
+        if size > 1:
+            self.meet()
+            self._form()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another rank is lost, and the job with it."""
+        return self.watch is not None and self.watch.lost is not None
+
+    # --- collectives --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Add up the tensors of all ranks, in place; every rank has the same bits afterwards."""
+        self._run("all-reduce", tensor, lambda: dist.all_reduce(tensor))
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, of the same shape, on rank 0; nothing on others."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_first else None
+        self._run("gather", tensor, lambda: dist.gather(tensor, parts))
+        return parts or []
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, of the same shape, on every rank."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._run("all-gather", tensor, lambda: dist.all_gather(parts, tensor))
+        return parts
+
+    def largest(self, *values: float) -> list[float]:
+        """Return the largest of each value among all ranks."""
+        return self._reduced(dist.ReduceOp.MAX, values)
+
+    def smallest(self, *values: float) -> list[float]:
+        """Return the smallest of each value among all ranks."""
+        return self._reduced(dist.ReduceOp.MIN, values)
+
+    def send_to_all(self, data: bytes) -> None:
+        """Give bytes to `receive` of all others; on rank 0. Few bytes are one broadcast, with their number."""
+        first, rest = data[: FIRST_BYTES - HEAD_BYTES], data[FIRST_BYTES - HEAD_BYTES :]
+        self._broadcast(bytearray(len(data).to_bytes(HEAD_BYTES, "little") + first.ljust(FIRST_BYTES - HEAD_BYTES)))
+        if rest:
+            self._broadcast(bytearray(rest))
+
+    def receive(self) -> bytes:
+        """Return the bytes of rank 0."""
+        first = self._broadcast(bytearray(FIRST_BYTES))
+        length = int.from_bytes(first[:HEAD_BYTES], "little")
+        rest = length - (FIRST_BYTES - HEAD_BYTES)
+        return bytes(first[HEAD_BYTES : HEAD_BYTES + length] + (self._broadcast(bytearray(rest)) if rest > 0 else b""))
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, on rank 0; nothing on others."""
+        if self.size == 1:
+            return [data]
+        self.meet()
+        sizes = [int(size) for size in self.all_gather(torch.tensor([len(data)]))]
+        padded = torch.frombuffer(bytearray(data.ljust(max(sizes) + 1)), dtype=torch.uint8)
+        return [part.numpy().tobytes()[:size] for part, size in zip(self.gather(padded), sizes, strict=False)]
+
+    def _broadcast(self, data: bytearray) -> bytearray:
+        """Overwrite bytes by those of rank 0."""
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        self._run("broadcast", tensor, lambda: dist.broadcast(tensor, 0))
+        return data
+
+    def _reduced(self, operation: "dist.ReduceOp.RedOpType", values: tuple[float, ...]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        self._run("all-reduce", tensor, lambda: dist.all_reduce(tensor, operation))
+        reduced: list[float] = tensor.tolist()
+        return reduced
+
+    def _run(self, kind: str, tensor: Tensor, call: Callable[[], object]) -> None:
+        if self.size == 1:
+            return
+        began = time.perf_counter()
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:  # gloo's, NCCL's and that of a group that is gone
+            traceback.clear_frames(error.__traceback__)  # they hold the group, whose threads end with it
+            if (why := self._why_left()) is not None:
+                self._raise_left(why)
+            raise self._lost(re.sub(r"^\[.*?\] |\. .*", "", str(error).splitlines()[0])) from error
+        seconds = time.perf_counter() - began
+        self.calls.append(Collective(kind, tensor.nbytes, began, seconds))
+        self.num_collectives += 1
+        self.num_bytes += tensor.nbytes
+        self.seconds += seconds
+
+    def _raise_left(self, why: str) -> None:
+        """Raise what it means for this rank that another one has left the group (`_why_left`)."""
+        if self.in_step and not why:
+            raise Interrupted
+        raise self._lost(why or "another rank has left a step that has ended here")
+
+    def taken(self) -> tuple[Collective, ...]:
+        """Return the collectives since the last look."""
+        calls, self.calls = tuple(self.calls), []
+        return calls
+
+    # --- notes in the store -------------------------------------------------------------------------------------------
+
+    def lead(self, data: bytes) -> None:
+        """Give bytes to `follow` of all others, which wake up."""
+        self._check()
+        self._note(lambda: self.store.add("messages", 1))
+        self.send_to_all(data)
+
+    def follow(self) -> bytes:
+        """Wait without a timeout for the next message of rank 0; return its bytes."""
+        self._messages += 1
+        self._wait(lambda: self.store.add("messages", 0) >= self._messages)
+        return self.receive()
+
+    def meet(self) -> None:
+        """Wait until all ranks are here: for what one may take much longer to reach than a collective waits."""
+        if self.size == 1:
+            return
+        self._meetings += 1
+        self._note(lambda: self.store.add("meetings", 1))
+        self._wait(lambda: self.store.add("meetings", 0) >= self._meetings * self.size, self.long_timeout_s)
+
+    def meet_in_step(self) -> None:
+        """`meet` inside a step, which ends if another rank leaves the group."""
+        self._arrivals += 1
+        key, number = f"arrivals {self._groups}", self._arrivals * self.size
+        self._note(lambda: self.store.add(key, 1))
+        self._wait(lambda: self._why_left() is not None or self.store.add(key, 0) >= number, self.long_timeout_s)
+        if (why := self._why_left()) is not None:
+            self._raise_left(why)
+
+    def agree(self, error: Exception | None) -> Exception | None:
+        """Return the error of the first rank that has one. Every rank calls this at the same place."""
+        if self.size == 1:
+            return error
+        self._agreements += 1
+        key = f"error {self._agreements} of rank"
+        if error is not None:
+            note = msgspec.msgpack.encode(fault_of(error))
+            self._note(lambda: self.store.set(f"{key} {self.rank}", note))
+        self.meet()
+        first = int(self.smallest(self.size if error is None else self.rank)[0])
+        if first in (self.rank, self.size):
+            return error
+        return error_of(msgspec.msgpack.decode(self._read(f"{key} {first}"), type=Fault), f"rank {first}")
+
+    def agreed(self, call: Callable[[], T]) -> T:
+        """Return `call()`; raise the error of the first rank where it has one. Every rank calls this."""
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = call()
+        except Exception as own:
+            error = own
+        agreed = self.agree(error)
+        if agreed is not None:
+            raise agreed
+        return result  # type: ignore[return-value]
+
+    def form_anew(self) -> None:
+        """Leave the group of a step, so that the others leave it, too, and form the next one with them."""
+        self._leave("")
+        self.meet()
+        self._form()
+
+    def leave(self, why: str) -> None:
+        """Leave the job because of an error of this rank, which ends it: the others need not wait for a timeout."""
+        self.leads = False
+        if self.size == 1:
+            return
+        is_raised = self.watch.is_raised
+        with suppress(RankLostError):
+            self._leave(f"rank {self.rank} has failed: {why}")
+        self.watch.is_raised = is_raised
+        self.watch.lost = self.watch.lost or f"rank {self.rank} has left the job: {why}"
+
+    def _leave(self, why: str) -> None:
+        """Leave the group; `why` is empty if the next one is formed."""
+        key = f"left {self._groups}"
+        if not self._why_left():
+            self._note(lambda: self.store.set(key, why))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _why_left(self) -> str | None:
+        """Return why another rank has left the group; None if none has."""
+        key = f"left {self._groups}"
+        return self._read(key).decode() if self._note(lambda: self.store.check([key])) else None
+
+    def compare(self, name: str, decided: str) -> list[str]:
+        """Return the texts `decided` of all ranks, by rank. Every rank calls this."""
+        key = f"{name} {self._meetings}"
+        self._note(lambda: self.store.set(f"{key} {self.rank}", decided))
+        self.meet()
+        return [self._read(f"{key} {rank}").decode() for rank in range(self.size)]
+
+    def _form(self) -> None:
+        self._groups, self._arrivals = self._groups + 1, 0
+        store = PrefixStore(f"group {self._groups}", self.store)
+        timeout = timedelta(seconds=self.step_timeout_s)
+        try:
+            dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(str(error).splitlines()[0]) from error
+
+    def _wait(self, is_there: Callable[[], bool], limit_s: float = math.inf) -> None:
+        """Wait for a note of others, in short looks."""
+        pause, end = SHORTEST_PAUSE_S, time.monotonic() + limit_s
+        while not self._note(is_there):
+            self._check()
+            if self.watch.closed:
+                raise self._lost(f"rank {self.watch.closed[0]} has closed its engine")
+            if time.monotonic() > end:
+                raise self._lost(f"the other ranks did not arrive within {limit_s:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _read(self, key: str) -> bytes:
+        note: bytes = self._note(lambda: self.store.get(key))
+        return note
+
+    def _note(self, call: Callable[[], T]) -> T:
+        """Use the store. Raises `RankLostError` if it is gone."""
+        try:
+            return call()
+        except dist.DistError as error:
+            raise self._lost(f"the store of the job: {error}") from error
+
+    def _lost(self, why: str) -> RankLostError:
+        """Return the error that another rank is lost."""
+        self.leads = False
+        self.watch.lost = self.watch.lost or f"rank {self.rank} cannot continue: {why}"
+        self.watch.is_raised = True
+        return RankLostError(self.watch.lost)
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise self._lost(self.watch.lost)
+        if why := self._why_left():
+            raise self._lost(why)
+
+    def close(self) -> None:
+        """Leave the job."""
+        self.leads = False
+        if self.watch is not None:
+            self.watch.close()
+            if self._groups and dist.is_initialized():
+                dist.destroy_process_group()
