@@ -134,14 +134,14 @@ READING = {
     ),
     "m8_parallel": (
         ("wiring.py", "what a rank has in place of m6's parts, and what all agree on at the start"),
-        ("ranks.py", "collectives, notes in the store, and an error that is that of all"),
+        ("ranks.py", "collectives, notes in the store, and how an error of one rank becomes the error of all"),
         ("models/plan.py", "which layer is cut how"),
         ("models/shards.py", "the part of each tensor that a rank keeps"),
         ("models/parallel_decoder.py", "where parts are added up, and logits gathered"),
         ("models/shared_tower.py", "pictures that are shared out"),
         ("scheduler.py", "what is sent, and the comparison of decisions"),
         ("model_runner.py", "the end of a step: one rank samples, all update"),
-        ("engine_core.py", "what a rank does that follows"),
+        ("engine_core.py", "what the other ranks do: they follow rank 0"),
         ("watch.py", "which ranks are alive"),
     ),
 }

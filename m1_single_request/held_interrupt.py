@@ -31,6 +31,8 @@ class HeldInterrupt:
 
     def __enter__(self) -> None:
         previous = getsignal(SIGINT)
+        if isinstance(getattr(previous, "__self__", None), HeldInterrupt):
+            return  # a block around this one holds it
         if threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN):
             self._previous = previous
             set_handler(SIGINT, self._on_interrupt)

@@ -3,7 +3,6 @@
 import os
 import secrets
 import time
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +14,6 @@ from m8_parallel.errors import RankLostError
 from m8_parallel.ranks import Ranks
 from m8_parallel.watch import Watch
 
-JOBS = count(1)
-"""A process may join one job after the other, if all ranks do."""
 PAUSE_S = 0.02
 """Between two looks for the names of other ranks."""
 
@@ -37,7 +34,7 @@ def join(*, step_timeout_s: float, long_timeout_s: float, on_gpu: bool) -> Ranks
     try:
         store, rank, size = next(rendezvous("env://"))
         of_watch, _, _ = next(rendezvous("env://"))
-        job = f"{next(JOBS)} of {name_of_start(store, rank, size, long_timeout_s)}"
+        job = name_of_start(store, rank, size, long_timeout_s)
         watch = Watch(rank, size, PrefixStore(f"watch {job}", of_watch))
     except dist.DistError as error:
         raise RankLostError(f"the store of the job cannot be reached: {error}") from error
@@ -53,10 +50,11 @@ def join(*, step_timeout_s: float, long_timeout_s: float, on_gpu: bool) -> Ranks
 
 
 def name_of_start(store: Any, rank: int, size: int, limit_s: float) -> str:
-    """Return a name of this start of the ranks, the same on all. Raises `RankLostError` after `limit_s`.
+    """Return a new name for a job of these ranks, the same on all. Raises `RankLostError` after `limit_s`.
 
-    The store has the notes of ranks that torchrun has started before, and the number of restarts may differ between
-    hosts. So each rank writes a random name. Rank 0 proposes the list of all until every rank has found its own in it.
+    The store has the notes of earlier jobs: of engines that were closed, and of ranks that torchrun has started before,
+    whose number may differ between hosts. So each rank writes a random name. Rank 0 proposes the list of all until
+    every rank has found its own in it.
     """
 
     def read(key: str) -> str:

@@ -68,12 +68,12 @@ def _close_all() -> None:
 
 def _dropped(core: Any, thread: int) -> None:
     """Close the core of an engine that is gone. In another thread than its own it stays open until the program ends."""
-    if threading.get_ident() == thread:
+    if core.has_ended or threading.get_ident() == thread:
         _close(core)
 
 
 def _close(core: Any) -> None:
-    if _open.pop(core, None) == os.getpid() and not core.has_ended:  # a forked process has copies
+    if _open.pop(core, None) == os.getpid():  # a forked process has copies
         try:
             core.close()
         finally:

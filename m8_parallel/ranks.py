@@ -296,7 +296,7 @@ class Ranks:
         pause, end = SHORTEST_PAUSE_S, time.monotonic() + limit_s
         while not self._note(is_there):
             self._check()
-            if self.watch.closed:
+            if self.watch.closed and not self._note(is_there):
                 raise self._lost(f"rank {self.watch.closed[0]} has closed its engine")
             if time.monotonic() > end:
                 raise self._lost(f"the other ranks did not arrive within {limit_s:g} s")

@@ -47,7 +47,7 @@ class ParallelScheduler(Scheduler):
         """Queue a request, here and on the other ranks."""
         is_unread = getattr(request, "unread", None) is not None
         self._note(lambda: Arrival(job_of(request), request.parent_id, is_unread))  # type: ignore[arg-type]
-        if request.parent_id is not None:
+        if self.ranks.leads and request.parent_id is not None:
             self._rated[request.rid] = request.sampling_params.prompt_logprobs
         super().add_request(request)
 

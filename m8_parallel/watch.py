@@ -85,7 +85,7 @@ class Watch:
         before, missed = self._seen.get(other, (b"", 0))
         missed = missed + 1 if beat == before else 0
         self._seen[other] = beat, missed
-        if missed >= LOST_BEATS:
+        if missed == LOST_BEATS:  # once: later its number may be that of another process
             self.lost = self.lost or f"rank {other} gives no sign of life"
             self._end(*self._places[other])
 

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from m1_single_request.errors import ConfigError, shown
+from m1_single_request.parts import check_built
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.device_limits import device_limits
 from m4_radix_cache.tiers import WatchedLoader
@@ -69,8 +70,14 @@ def build_rank(config: EngineConfig, parts: Mapping[str, Any], ranks: Ranks, tra
     bytes_per_token = prepared.runs.executor.kv_cache_spec(1).bytes_per_token
     limits = device_limits(replace(prepared.loaded, max_model_len=int(length)), bytes_per_token=bytes_per_token)
     check_same(ranks, {"default of max_num_seqs and max_num_batched_tokens": limits[:2]})  # by the size of a GPU
-    core = ranks.agreed(lambda: prepared.complete(int(length)))
-    assert isinstance(core, ParallelEngineCore)
+
+    def complete() -> ParallelEngineCore:
+        core = prepared.complete(int(length))
+        assert isinstance(core, ParallelEngineCore)
+        check_built(core, PARTS)  # an error in a part of the user's ends the job here, on all ranks
+        return core
+
+    core = ranks.agreed(complete)
     core.trace_readers = readers
     ranks.leads = ranks.is_first
     return core

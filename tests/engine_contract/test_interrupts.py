@@ -407,6 +407,13 @@ def test_a_second_interrupt_on_the_way_out_of_a_call_is_a_keyboard_interrupt_and
     assert len(sent) == 2 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_second_interrupt_stops_a_block_in_a_block_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), HeldInterrupt(), HeldInterrupt():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("two were held")
+
+
 def test_an_asyncio_loop_is_woken_once_for_one_interrupt() -> None:
     calls: list[int] = []
 
