@@ -10,6 +10,10 @@ Each engine runs in a process of its own, in the environment that its option nam
 transformers runs in the current environment. A peer that is not named is left out. The models are converted once, into
 the folder of results; the large one has random weights. Loads are in `loads.py`. With `--only` the other loads keep
 their rows, if these come from the same machine, versions and number of threads.
+
+On a virtual machine with AMX llama-cpp-python 0.3.36 ended with a protection fault in its own products of tiles. Built
+without them it runs: `CFLAGS=$FLAGS CXXFLAGS=$FLAGS llama/bin/pip install --no-binary llama-cpp-python
+llama-cpp-python`, where FLAGS is "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16".
 """
 
 import argparse
