@@ -43,7 +43,7 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     elif source == "rosetta.md":
         content = f'<div class="sticky-names">{whole_names(content)}</div>'
     elif source.startswith("api/"):
-        content = reference(with_examples(content) if source == "api/events.md" else content)
+        content = reference(with_examples(content) if source.startswith("api/events") else content)
         if source != "api/face.md":  # elsewhere, hundreds of fields and methods
             for module in (module for title in page.toc for module in title.children):
                 for part in module.children:
@@ -108,7 +108,7 @@ def with_examples(content: str) -> str:
 def event_sentences() -> dict[str, str]:
     """Return an example of every event's sentence, by the full name of its class."""
     sys.path.insert(0, str(ROOT))  # MkDocs takes back what a hook adds while it is loaded
-    from tests.events.milestones import MILESTONES, examples  # here: this page alone needs the engines
+    from tests.events.milestones import MILESTONES, examples  # here: these pages alone need the engines
 
     found: dict[str, str] = {}
     for milestone in MILESTONES:

@@ -35,7 +35,7 @@ NOT_RUN = {
     r".*: (mkdocs serve|jupyter lab notebooks|ruff .*|mypy|lint-imports|\.ci/run)": "a part of `.ci/run`",
     r".*: pytest(?! -m gpu| --part).*": "this suite, or a part of it",
     r".*(--device cuda|torch\.cuda|pytest -m gpu|benchmarks\.device$).*": "needs a GPU, some a model of the hub",
-    r".*: python -m \w+\.demo .*--model Qwen/.*": "needs a model of the hub",
+    r".*: (python|torchrun .*) -m \w+\.demo .*--model Qwen/.*": "needs a model of the hub",
     r".*: python -m docs\.(house|record_steps).*": "a test compares the files with what it would write",
     r".*: python -m training\.tiny_.*": "trains for 80 minutes and more",
     r".*: python -m training\.evaluate.*": "asks thousands of questions: takes minutes",
@@ -48,10 +48,10 @@ NOT_RUN = {
 SERVED = r".*: (python -m m7_serving|curl .*)"
 BY_HAND = r".*: python -m m6_multimodal_pd\.pd \w+ .*"
 """Commands that run together, each in a terminal of its own: they have tests of their own."""
+UNDER_TORCHRUN = r".*: from m8_parallel import LLMEngine, ParallelConfig.*"
+"""Python that is a program of several ranks."""
 PRINTED = {'fill="red"': "red circle", '"content": "What is a KV cache?"': "keys and values"}
 """A piece of a Python snippet -> a part of what the snippet prints."""
-SLOW = re.compile(r"DisaggregationConfig\(|AsyncLLM")
-"""Python that starts processes."""
 TYPED = "What is a KV cache?\n"
 LIMIT_S = 180.0
 
@@ -73,8 +73,7 @@ def without(patterns: Iterable[str], snippets: list[Snippet]) -> list[Snippet]:
 
 def params(snippets: list[Snippet]) -> list[Any]:
     """Return a parameter set for each snippet."""
-    slow = [[pytest.mark.exhaustive] if SLOW.search(snippet.code) else [] for snippet in snippets]
-    return [pytest.param(snippet, id=snippet.name, marks=marks) for snippet, marks in zip(snippets, slow, strict=True)]
+    return [pytest.param(snippet, id=snippet.name) for snippet in snippets]
 
 
 def test_every_form_of_a_snippet_is_found() -> None:
@@ -99,7 +98,7 @@ def test_every_form_of_a_snippet_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("pattern", [*NOT_RUN, SERVED, BY_HAND])
+@pytest.mark.parametrize("pattern", [*NOT_RUN, SERVED, BY_HAND, UNDER_TORCHRUN])
 def test_every_exception_is_that_of_a_snippet(pattern: str) -> None:
     assert any(re.fullmatch(pattern, snippet.name) for snippet in [*PYTHON, *COMMANDS])
 
@@ -128,7 +127,7 @@ def make_files(snippet: Snippet, folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("snippet", params(without(NOT_RUN, PYTHON)))
+@pytest.mark.parametrize("snippet", params(without([*NOT_RUN, UNDER_TORCHRUN], PYTHON)))
 def test_python_runs(
     snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +198,15 @@ def test_a_command_runs(snippet: Snippet, checkout: Path) -> None:
     less += " --requests 200" if "benchmarks day" in snippet.code else ""
     with started(snippet.code + less, checkout) as process:
         output(process)
+
+
+@pytest.mark.exhaustive
+def test_programs_of_ranks_run_as_their_pages_say(checkout: Path) -> None:
+    for snippet in [each for each in PYTHON if re.fullmatch(UNDER_TORCHRUN, each.name)]:
+        (command,) = re.findall(r"torchrun .* program\.py", TEXTS[snippet.page])
+        (checkout / "program.py").write_text(snippet.code)
+        with started(command, checkout) as process:
+            assert "A rank" in output(process)
 
 
 @pytest.mark.exhaustive
