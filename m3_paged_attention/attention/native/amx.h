@@ -26,7 +26,7 @@ namespace {
 
 constexpr long TILE_ROWS = 16, TILE_DEPTH = 32;  // rows of a tile, and inputs that a tile has of each row
 constexpr long TILE_BLOCK = 256;  // inputs at a time: 16 KiB of 32 rows, and as much of half a panel
-constexpr long FETCHED_AHEAD = 128;  // inputs between a product of few rows and what is prefetched for it
+constexpr long FETCHED_AHEAD = 64;  // inputs between a product of few rows and what is prefetched for it
 
 // The kernel of the system saves tiles only for processes that have asked for it.
 inline bool ask_for_tiles() {
@@ -58,17 +58,27 @@ inline void configure(const TileSizes& sizes) {
 
 constexpr long STRIDE = 64 * sizeof(float);  // from row to row of sums, and of pairs of weights, in bytes
 
-// sums [rows][64] += x [rows][from..to] * panel, for at most 16 rows: it reads the panel in order.
-inline void multiply_few(long rows, const bfloat16* x, const bfloat16* panel, float* sums, long in, long from, long to) {
+// What sums begin with: the same row for all of them, or the sums so far.
+struct Start {
+    const float* row;
+    long stride;
+    Start(const float* start, const float* sums) : row(start ? start : sums), stride(start ? 0 : STRIDE) {}
+    const float* operator[](long r) const { return row + r * stride / (long)sizeof(float); }
+};
+
+// sums [rows][64] = start + x [rows][from..to] * panel, for at most 16 rows: it reads the panel in order.
+inline void multiply_few(long rows, const bfloat16* x, const bfloat16* panel, const float* start, float* sums, long in,
+                         long from, long to) {
     const TileSizes sizes{rows, rows, rows, rows, rows, TILE_ROWS, TILE_ROWS, TILE_ROWS};
+    const Start begin(start, sums);
     configure(sizes);
-    _tile_loadd(0, sums, STRIDE);
-    _tile_loadd(1, sums + 16, STRIDE);
-    _tile_loadd(2, sums + 32, STRIDE);
-    _tile_loadd(3, sums + 48, STRIDE);
+    _tile_loadd(0, begin[0], begin.stride);
+    _tile_loadd(1, begin[0] + 16, begin.stride);
+    _tile_loadd(2, begin[0] + 32, begin.stride);
+    _tile_loadd(3, begin[0] + 48, begin.stride);
     for (long k = from; k < to; k += TILE_DEPTH) {
         const bfloat16* weights = panel + k * 64;
-        fetch(weights + FETCHED_AHEAD * 64, TILE_DEPTH * 64);
+        fetch<true>(weights + FETCHED_AHEAD * 64, TILE_DEPTH * 64);
         _tile_loadd(4, x + k, in * sizeof(bfloat16));
         _tile_loadd(5, weights, STRIDE);
         _tile_dpbf16ps(0, 4, 5);
@@ -85,14 +95,15 @@ inline void multiply_few(long rows, const bfloat16* x, const bfloat16* panel, fl
     _tile_stored(3, sums + 48, STRIDE);
 }
 
-// sums [rows][32 of 64] += x [rows][from..to] * half a panel, for 16 rows and up to 16 more, as they were configured.
-// With each tile, `fetched` weights from `ahead` on are prefetched.
-inline void multiply_many(const bfloat16* x, const bfloat16* panel, float* sums, long in, long from, long to,
-                          const bfloat16* ahead, long fetched) {
-    _tile_loadd(0, sums, STRIDE);
-    _tile_loadd(1, sums + 16, STRIDE);
-    _tile_loadd(2, sums + TILE_ROWS * 64, STRIDE);
-    _tile_loadd(3, sums + TILE_ROWS * 64 + 16, STRIDE);
+// sums [rows][32 of 64] = start + x [rows][from..to] * half a panel, for 16 rows and up to 16 more, as they were
+// configured. With each tile, `fetched` weights from `ahead` on are prefetched.
+inline void multiply_many(const bfloat16* x, const bfloat16* panel, const float* start, float* sums, long in, long from,
+                          long to, const bfloat16* ahead, long fetched) {
+    const Start begin(start, sums);
+    _tile_loadd(0, begin[0], begin.stride);
+    _tile_loadd(1, begin[0] + 16, begin.stride);
+    _tile_loadd(2, begin[TILE_ROWS], begin.stride);
+    _tile_loadd(3, begin[TILE_ROWS] + 16, begin.stride);
     for (long k = from; k < to; k += TILE_DEPTH, ahead += fetched) {
         fetch(ahead, fetched);
         _tile_loadd(6, panel + k * 64, STRIDE);
@@ -110,12 +121,14 @@ inline void multiply_many(const bfloat16* x, const bfloat16* panel, float* sums,
     _tile_stored(3, sums + TILE_ROWS * 64 + 16, STRIDE);
 }
 
-// sums [count][64] += x [count][in] * panel, but for inputs behind the last whole tile; returns their number.
-inline long multiply_in_tiles(const bfloat16* x, const bfloat16* panel, float* sums, long count, long in) {
+// sums [count][64] = start + x [count][in] * panel, but for inputs behind the last whole tile; returns their number.
+// `start`: a row, or null for the sums so far.
+inline long multiply_in_tiles(const bfloat16* x, const bfloat16* panel, const float* start, float* sums, long count,
+                              long in) {
     constexpr long PAIR_OF_TILES = 2 * TILE_ROWS;
     const long whole = in / TILE_DEPTH * TILE_DEPTH, rest = count % PAIR_OF_TILES, most = count - rest;
     if (count <= TILE_ROWS) {
-        multiply_few(count, x, panel, sums, in, 0, whole);
+        multiply_few(count, x, panel, start, sums, in, 0, whole);
     } else
         for (long from = 0; from < whole; from += TILE_BLOCK) {
             const long to = std::min(whole, from + TILE_BLOCK);
@@ -123,7 +136,8 @@ inline long multiply_in_tiles(const bfloat16* x, const bfloat16* panel, float* s
             const long fetched = TILE_DEPTH * 32 / ((count + TILE_ROWS - 1) / PAIR_OF_TILES);
             for (long half = 0; half < 64; half += 32) {
                 const auto add = [&](long r) {
-                    multiply_many(x + r * in, panel + half * 2, sums + r * 64 + half, in, from, to, ahead, fetched);
+                    multiply_many(x + r * in, panel + half * 2, start ? start + half : nullptr, sums + r * 64 + half, in,
+                                  from, to, ahead, fetched);
                     ahead += (to - from) / TILE_DEPTH * fetched;
                 };
                 if (most) {
@@ -139,7 +153,8 @@ inline long multiply_in_tiles(const bfloat16* x, const bfloat16* panel, float* s
                 }
             }
             if (0 < rest && rest <= TILE_ROWS)
-                multiply_few(rest, x + most * in, panel, sums + most * 64, in, from, to);
+                multiply_few(rest, x + most * in, panel, start, sums + most * 64, in, from, to);
+            start = nullptr;
         }
     _tile_release();
     return in - whole;

@@ -78,8 +78,7 @@ template <class T> struct DenseRows {
     static long most() { return row_block<T>(); }
     const void* panel(const void* packed, long p) const { return (const T*)packed + p * PANEL * in; }
     void multiply(const void* panel, float* sums, long first, long count) const {
-        std::fill_n(sums, count * PANEL, 0.0f);
-        multiply_panel(x + first * in, (const T*)panel, sums, count, in);
+        multiply_panel(x + first * in, (const T*)panel, ZEROS, sums, count, in);
     }
 };
 template <class T> struct Int8Rows {
@@ -89,8 +88,7 @@ template <class T> struct Int8Rows {
     static long most() { return ROW_BLOCK; }
     const void* panel(const void* packed, long p) const { return (const int8_t*)packed + p * panel_bytes(in); }
     void multiply(const void* panel, float* sums, long first, long count) const {
-        std::fill_n(sums, count * PANEL, 0.0f);
-        multiply_panel(inputs, (const int8_t*)panel, sums, first, count, in);
+        multiply_panel(inputs, (const int8_t*)panel, ZEROS, sums, first, count, in);
     }
 };
 

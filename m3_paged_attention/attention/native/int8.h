@@ -93,8 +93,10 @@ template <bool FETCHES, class... Args> inline void multiply_scaled(long rows, Ar
     }
 }
 
-// sums [count][PANEL] += inputs [first..first + count][in] * panel
-inline void multiply_panel(const Inputs& inputs, const int8_t* panel, float* sums, long first, long count, long in) {
+// sums [count][PANEL] = start + inputs [first..first + count][in] * panel
+inline void multiply_panel(const Inputs& inputs, const int8_t* panel, const float* start, float* sums, long first,
+                           long count, long in) {
+    begin(start, sums, count);
     const int16_t* numbers = inputs.numbers.get();
     const float* x_scales = inputs.scales.get();
     const long per_row = inputs.per_row, num_groups = (count + GROUP - 1) / GROUP;
@@ -121,9 +123,10 @@ inline void multiply_panel(const Inputs& inputs, const int8_t* panel, float* sum
 template <class T>
 void linear_int8(const T* x, const int8_t* packed, const T* bias, T* y, long rows, long in, long out, int threads) {
     const Inputs inputs(x, rows, in, threads);
-    for_panels(bias, y, rows, out, threads, ROW_BLOCK, [&](long first, long count, long p, float* sums) {
-        multiply_panel(inputs, packed + p * panel_bytes(in), sums, first, count, in);
-    });
+    const auto product = [&](long first, long count, long p, const float* start, float* sums) {
+        multiply_panel(inputs, packed + p * panel_bytes(in), start, sums, first, count, in);
+    };
+    for_panels(bias, y, rows, out, threads, ROW_BLOCK, product);
 }
 
 // panel p of `values` [out][in] and `scales` [out][in / 128]

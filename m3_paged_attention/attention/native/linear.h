@@ -23,8 +23,9 @@ constexpr long DEPTH_BLOCK = 512;  // input features of a panel at a time: 64 or
 
 template <class T> constexpr long PAIR = 4 / sizeof(T);
 
-// Maximum rows that share a panel: twice as many with tiles, which are soon done with it and wait for the next one.
-constexpr long MOST_ROWS = 2 * ROW_BLOCK;
+// Maximum rows that share a panel: more with tiles, which are soon done with it and wait for the next one.
+constexpr long MOST_ROWS = 256;
+alignas(64) constexpr float ZEROS[PANEL] = {};
 template <class T> inline long row_block() {
 #if HAS_AMX
     if (std::is_same_v<T, bfloat16> && has_tiles) return MOST_ROWS;
@@ -82,9 +83,10 @@ inline void multiply(long rows, const T* x, const T* panel, float* sums, long in
     }
 }
 
-// y [rows][out] = bias + the products that `add(first, count, p, sums)` adds to `sums` [count][PANEL], for each panel p
-// and each block of `count` rows from the row `first` on, at most `most`
-template <class T, class Add> void for_panels(const T* bias, T* y, long rows, long out, int threads, long most, Add add) {
+// y [rows][out] = the `sums` [count][PANEL] of `multiply(first, count, p, start, sums)`: `start`, which is the bias, and
+// products, for each panel p and each block of `count` rows from the row `first` on, at most `most`
+template <class T, class Multiply>
+void for_panels(const T* bias, T* y, long rows, long out, int threads, long most, Multiply multiply) {
     const long num_panels = (out + PANEL - 1) / PANEL, num_blocks = (rows + most - 1) / most;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
     for (long block = 0; block < num_blocks; block++)
@@ -95,8 +97,7 @@ template <class T, class Add> void for_panels(const T* bias, T* y, long rows, lo
             alignas(64) float sums[MOST_ROWS * PANEL], start[PANEL] = {};
             if (bias)
                 for (long i = 0; i < width; i++) start[i] = load_one(bias + feature + i);
-            for (long r = 0; r < count; r++) std::memcpy(sums + r * PANEL, start, sizeof(start));
-            add(first, count, p, sums);
+            multiply(first, count, p, start, sums);
             for (long r = 0; r < count; r++) {
                 T* to = y + (first + r) * out + feature;
                 if (width == PANEL)
@@ -107,17 +108,23 @@ template <class T, class Add> void for_panels(const T* bias, T* y, long rows, lo
         }
 }
 
-// sums [count][PANEL] += x [count][in] * panel [in][PANEL]
-template <class T> void multiply_panel(const T* x, const T* panel, float* sums, long count, long in) {
+// Rows of sums begin with `start` [PANEL]; null: with what they are.
+inline void begin(const float* start, float* sums, long count) {
+    for (long r = 0; start && r < count; r++) std::memcpy(sums + r * PANEL, start, PANEL * sizeof(float));
+}
+
+// sums [count][PANEL] = start + x [count][in] * panel [in][PANEL]
+template <class T> void multiply_panel(const T* x, const T* panel, const float* start, float* sums, long count, long in) {
 #if HAS_AMX
     if constexpr (std::is_same_v<T, bfloat16>)
-        if (has_tiles) {
-            const long rest = multiply_in_tiles(x, panel, sums, count, in);
+        if (has_tiles && in >= TILE_DEPTH) {
+            const long rest = multiply_in_tiles(x, panel, start, sums, count, in);
             for (long r = 0; rest && r < count; r += GROUP)
                 multiply(std::min(GROUP, count - r), x + r * in, panel, sums + r * PANEL, in, in - rest, in, panel);
             return;
         }
 #endif
+    begin(start, sums, count);
     const long num_groups = (count + GROUP - 1) / GROUP;
     for (long from = 0; from < in; from += DEPTH_BLOCK) {
         const long to = std::min(in, from + DEPTH_BLOCK);
@@ -140,9 +147,10 @@ template <class T> void multiply_panel(const T* x, const T* panel, float* sums, 
 // y [rows][out] = x [rows][in] * weights + bias
 template <class T>
 void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in, long out, int threads) {
-    for_panels(bias, y, rows, out, threads, row_block<T>(), [=](long first, long count, long p, float* sums) {
-        multiply_panel(x + first * in, packed + p * PANEL * in, sums, count, in);
-    });
+    const auto product = [=](long first, long count, long p, const float* start, float* sums) {
+        multiply_panel(x + first * in, packed + p * PANEL * in, start, sums, count, in);
+    };
+    for_panels(bias, y, rows, out, threads, row_block<T>(), product);
 }
 
 // panel p of a weight [out][in]

@@ -123,8 +123,7 @@ template <class T, class K> struct Tile {
                 long kv_head, float scale) {
         for (long token = 0; token < length; token += PANEL) {
             pack(keys, values, table, token, length, shape, kv_head);
-            std::fill_n(scores.begin, rows * PANEL, 0.0f);
-            multiply_panel(queries.begin, key_panel.begin, scores.begin, rows, dim);
+            multiply_panel(queries.begin, key_panel.begin, ZEROS, scores.begin, rows, dim);
             for (long from = 0; from < rows; from += LANES) {
                 const long some = std::min((long)LANES, rows - from);
                 long visible[LANES];
@@ -134,7 +133,7 @@ template <class T, class K> struct Tile {
             }
             for (long p = 0; p < num_panels; p++) {
                 float* sums = outputs.begin + p * rows * PANEL;
-                multiply_panel(weights.begin, value_panels.begin + p * PANEL * PANEL, sums, rows, PANEL);
+                multiply_panel(weights.begin, value_panels.begin + p * PANEL * PANEL, nullptr, sums, rows, PANEL);
             }
         }
     }
