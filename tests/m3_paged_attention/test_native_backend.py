@@ -90,15 +90,15 @@ def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def test_linear_takes_any_number_of_rows_and_none_changes_another(backend, dtype) -> None:
-    """Groups of up to six rows, tiles of 16, blocks of 96 or 192, one or several threads: each row keeps its bits."""
-    weight, bias, hidden = numbers(dtype, 130, 1030), numbers(dtype, 130), numbers(dtype, 200, 1030)
+    """Groups of up to six rows, tiles of 16, blocks of 96 or 256, one or several threads: each row keeps its bits."""
+    weight, bias, hidden = numbers(dtype, 130, 1030), numbers(dtype, 130), numbers(dtype, 264, 1030)
     layer, exact = backend.linear(weight, bias), product(hidden, weight, bias)
     assert isinstance(layer, NativeLinear)
     alone = torch.cat([layer(row) for row in hidden.split(1)])
     assert_close(alone, exact, LINEAR)
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        for rows in (*range(1, 20), 31, 32, 33, 48, 49, 96, 97, 192, 193, 200):
+        for rows in (*range(1, 20), 31, 32, 33, 48, 49, 96, 97, 193, 256, 257, 264):
             assert torch.equal(layer(hidden[:rows]), alone[:rows])
             assert torch.equal(layer(hidden[-rows:]), alone[-rows:])
 
