@@ -35,7 +35,8 @@ class Pool:
     """What `torch.cuda.graph_pool_handle` returns: memory that graphs share."""
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+        self.written: list[Tensor] = []
+        """What is not spoiled: results of the last replay, and of captures since."""
 
 
 class RecordedGraph:
@@ -44,14 +45,16 @@ class RecordedGraph:
     def __init__(self) -> None:
         self.pool = Pool()
         self.calls: list[Callable[[], object]] = []
+        self.results: list[Tensor] = []
         self.num_replays = 0
 
     def replay(self) -> None:
         """Spoil the pool, then make all calls again."""
         self.num_replays += 1
         with _disable_current_modes():
-            for tensor in self.pool.tensors:
+            for tensor in self.pool.written:
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+            self.pool.written = list(self.results)
             for call in self.calls:
                 call()
 
@@ -81,7 +84,8 @@ class Capture(TorchDispatchMode):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         out = func(*args, **kwargs)
         made = new_memory(out, (args, kwargs))
-        self.graph.pool.tensors += made
+        self.graph.results += made
+        self.graph.pool.written += made
         if func._schema.is_mutable:
             self.graph.calls.append(lambda: func(*args, **kwargs))
         elif made and name not in ONLY_ALLOCATES:
