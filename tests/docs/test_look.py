@@ -92,8 +92,8 @@ def test_contents_of_the_reference_end_with_classes_but_on_the_page_of_the_face(
 
 @pytest.mark.parametrize("milestone", MILESTONES)
 def test_every_event_has_an_example_on_its_page(milestone: str) -> None:
-    sources = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "api").glob("events*.md"))]
-    assert {module.__name__ for module in event_modules(milestone)} <= set(re.findall(r"^::: (\S+)$", "".join(sources), re.M))
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("events*.md"))
+    assert {module.__name__ for module in event_modules(milestone)} <= set(re.findall(r"^::: (\S+)$", pages, re.M))
     for event in event_classes(milestone):
         name = f"{event.__module__}.{event.__qualname__}"
         section = f'<h3 id="{name}" class="doc doc-heading">x</h3><div><p>What it is.</p><p>More.</p></div>'
