@@ -22,7 +22,7 @@ PEERS = {"llama-cpp": "llama-cpp-python", "openvino": "openvino-genai", "vllm": 
 """The other engines with an environment of their own: option and package."""
 DTYPES = {"tiny": "float32", "0.6B": "bfloat16"}
 SETTLE_S = 1.0
-"""Seconds before each run: threads of the engine before it still wait in a loop, those of Intel's OpenMP for 0.2."""
+"""Seconds before each run: threads of the engine before it still wait in a loop, those of Intel's OpenMP for 0.2 s."""
 
 
 class Side:

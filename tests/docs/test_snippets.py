@@ -201,12 +201,12 @@ def test_a_command_runs(snippet: Snippet, checkout: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_programs_of_ranks_run_as_their_pages_say(checkout: Path) -> None:
-    for snippet in [each for each in PYTHON if re.fullmatch(UNDER_TORCHRUN, each.name)]:
-        (command,) = re.findall(r"torchrun .* program\.py", TEXTS[snippet.page])
-        (checkout / "program.py").write_text(snippet.code)
-        with started(command, checkout) as process:
-            assert "A rank" in output(process)
+@pytest.mark.parametrize("snippet", params([each for each in PYTHON if re.fullmatch(UNDER_TORCHRUN, each.name)]))
+def test_programs_of_ranks_run_as_their_pages_say(snippet: Snippet, checkout: Path) -> None:
+    (command,) = re.findall(r"torchrun .* program\.py", TEXTS[snippet.page])
+    (checkout / "program.py").write_text(snippet.code)
+    with started(command, checkout) as process:
+        assert "A rank" in output(process)
 
 
 @pytest.mark.exhaustive

@@ -98,7 +98,7 @@ def test_linear_takes_any_number_of_rows_and_none_changes_another(backend, dtype
     assert_close(alone, exact, LINEAR)
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        for rows in (*range(1, 20), 31, 32, 33, 48, 49, 96, 97, 193, 256, 257, 264):
+        for rows in (*range(1, 20), 31, 32, 33, 48, 49, 96, 97, 193, 240, 250, 256, 257, 264):
             assert torch.equal(layer(hidden[:rows]), alone[:rows])
             assert torch.equal(layer(hidden[-rows:]), alone[-rows:])
 

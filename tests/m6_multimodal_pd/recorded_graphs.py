@@ -36,7 +36,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.written: list[Tensor] = []
-        """What is not spoiled: results of the last replay, and of captures since."""
+        """What is not spoiled yet: results of the last replay, and of captures since."""
 
 
 class RecordedGraph:
@@ -52,7 +52,7 @@ class RecordedGraph:
         """Spoil the pool, then make all calls again."""
         self.num_replays += 1
         with _disable_current_modes():
-            for tensor in self.pool.written:
+            for tensor in (*self.pool.written, *self.results):  # others have been spoiled before
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
             self.pool.written = list(self.results)
             for call in self.calls:

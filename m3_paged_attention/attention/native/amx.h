@@ -122,7 +122,7 @@ inline void multiply_many(const bfloat16* x, const bfloat16* panel, const float*
 }
 
 // sums [count][64] = start + x [count][in] * panel, but for inputs behind the last whole tile; returns their number.
-// `start`: a row, or null for the sums so far.
+// `start`: a row, or null for the sums so far. `in`: at least a tile's.
 inline long multiply_in_tiles(const bfloat16* x, const bfloat16* panel, const float* start, float* sums, long count,
                               long in) {
     constexpr long PAIR_OF_TILES = 2 * TILE_ROWS;

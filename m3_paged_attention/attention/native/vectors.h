@@ -195,8 +195,8 @@ inline Floats exp(Floats x) {
 #endif
 }
 
-// Prefetch `size` elements into the core's second cache: the first one supports too few outstanding requests. Where a
-// row of tiles waits for them only (amx.h), into the first one.
+// Prefetch `size` elements into the core's second cache: the first one supports too few outstanding requests.
+// INTO_FIRST: into the first one, for tiles of few rows (amx.h), which do nothing but wait for weights.
 template <bool INTO_FIRST = false, class T> inline void fetch(const T* from, long size) {
     for (long i = 0; i < size; i += 64 / (long)sizeof(T)) __builtin_prefetch(from + i, 0, INTO_FIRST ? 3 : 2);
 }
