@@ -135,9 +135,9 @@ inline long multiply_in_tiles(const bfloat16* x, const bfloat16* panel, const fl
             const bfloat16* ahead = panel + to * 64;  // the next block, also of the next panel
             const long fetched = TILE_DEPTH * 32 / ((count + TILE_ROWS - 1) / PAIR_OF_TILES);
             for (long half = 0; half < 64; half += 32) {
+                const float* begin = start ? start + half : nullptr;
                 const auto add = [&](long r) {
-                    multiply_many(x + r * in, panel + half * 2, start ? start + half : nullptr, sums + r * 64 + half, in,
-                                  from, to, ahead, fetched);
+                    multiply_many(x + r * in, panel + half * 2, begin, sums + r * 64 + half, in, from, to, ahead, fetched);
                     ahead += (to - from) / TILE_DEPTH * fetched;
                 };
                 if (most) {

@@ -1,8 +1,8 @@
 // The experts of a layer: each token is multiplied with the weights of the few that its router has chosen.
 //
 // Pairs of a token and an expert are ordered by expert, so that the weights of an expert are read once for as many
-// rows as share a panel, and those of an expert without a token never. Experts are stored one after the other, in panels of linear.h or
-// int8.h. Panels of gate and up take turns:
+// rows as share a panel, and those of an expert without a token never. Experts are stored one after the other, in
+// panels of linear.h or int8.h. Panels of gate and up take turns:
 //
 //     [experts][width / 64] x (panel of gate, panel of up)        [experts][hidden / 64] x panel of down
 

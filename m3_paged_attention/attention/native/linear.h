@@ -83,8 +83,8 @@ inline void multiply(long rows, const T* x, const T* panel, float* sums, long in
     }
 }
 
-// y [rows][out] = bias + products. `multiply(first, count, p, start, sums)` writes both to `sums` [count][PANEL], with the
-// bias as `start`, for each panel p and each block of `count` rows from the row `first` on, at most `most`.
+// y [rows][out] = bias + products. `multiply(first, count, p, start, sums)` writes both to `sums` [count][PANEL], with
+// the bias as `start`, for each panel p and each block of `count` rows from the row `first` on, at most `most`.
 template <class T, class Multiply>
 void for_panels(const T* bias, T* y, long rows, long out, int threads, long most, Multiply multiply) {
     const long num_panels = (out + PANEL - 1) / PANEL, num_blocks = (rows + most - 1) / most;
