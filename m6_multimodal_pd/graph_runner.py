@@ -21,6 +21,7 @@ SGLang: `CudaGraphRunner`; vLLM: `CUDAGraphWrapper` and `CudagraphDispatcher`; m
 import functools
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -212,6 +213,7 @@ class GraphCapture:
     def __init__(self, *, page_size: int, is_alone: bool, tracer: Tracer) -> None:
         """`is_alone`: whether no other engine of a group is on the device."""
         self.page_size, self.is_alone, self.tracer = page_size, is_alone, tracer
+        self.make_runner: Callable[..., GraphRunner] = GraphRunner
 
     @torch.inference_mode()
     def capture(self, name: str, model: Decoder, kv: KVStorage, limits: GraphLimits) -> None:
@@ -250,7 +252,7 @@ class GraphCapture:
             if model.device.type == "cuda":
                 stack.enter_context(torch.cuda.stream(torch.cuda.current_stream()))
                 torch.cuda.graph.default_capture_stream = _capture_stream(model.device)
-            return GraphRunner(model, kv, limits, is_alone=self.is_alone)
+            return self.make_runner(model, kv, limits, is_alone=self.is_alone)
 
 
 @functools.cache

@@ -71,6 +71,10 @@ class ModelRunner(TextModelRunner):
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Reserve the KV memory as in m5, then capture the graphs of both models."""
         super().initialize_kv_cache(kv_cache_config)
+        self.capture_graphs()
+
+    def capture_graphs(self) -> None:
+        """Capture the graphs of both models, if the engine is to have any."""
         if self.graph_capture is not None:
             for name, runner, limits in self._captured():
                 self.graph_capture.capture(name, runner.model, runner.kv, limits)

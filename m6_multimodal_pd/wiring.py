@@ -67,6 +67,8 @@ class PreparedEngine:
         `load`: engines may share it, and then what it has loaded."""
         self.config, self.parts, self.tracer, self.load = config, parts, tracer, load
         self.weight_loader: Callable[..., WeightLoader] = WeightLoader
+        self.overlapped: tuple[type, type] = EngineCore, OverlapEngineCore
+        """An engine core, and the one with overlapped steps that may take its place."""
         device = config.model.torch_device()
         check_memory_share(config.cache, device)
         prefix_cache_class(config.cache, parts)  # raises before the model is loaded
@@ -98,7 +100,7 @@ class PreparedEngine:
         pools = build_pools(kv_cache_config.num_blocks, rows, config, tiers, parts, tracer)
         size = pools.token_to_kv_pool_allocator.size
         with_budget = dict(parts) | {"prefill_adder": adder_of(parts, loaded, encoder)}
-        return engine_core_class(config, parts)(
+        return engine_core_class(config, parts, self.overlapped)(
             input_processor=build_input_processor(
                 config,
                 limits,
@@ -138,12 +140,13 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
     return build_disaggregated(config, parts, tracer, described=described, media=media, prepare=PreparedEngine)
 
 
-def engine_core_class(config: EngineConfig, parts: Mapping[str, Any]) -> Any:
+def engine_core_class(config: EngineConfig, parts: Mapping[str, Any], overlapped: tuple[type, type]) -> Any:
     """Return the class of the engine core. Raises `ConfigError` for overlapped steps of a class that has none."""
+    usual, replacement = overlapped
     if not config.scheduler.overlaps(config.model.torch_device().type):
         return parts["engine_core"]
-    if parts["engine_core"] is EngineCore:
-        return OverlapEngineCore
+    if parts["engine_core"] is usual:
+        return replacement
     if config.scheduler.enable_overlap:
         raise ConfigError("enable_overlap=True has no effect on an engine_core of your own")
     return parts["engine_core"]

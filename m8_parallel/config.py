@@ -54,5 +54,3 @@ class EngineConfig(SingleProcessConfig):
             return
         if self.disaggregation is not None:
             raise ConfigError("disaggregation_config is not supported with ranks: start the program without torchrun")
-        if self.scheduler.enable_overlap:
-            raise ConfigError("enable_overlap=True has no effect with ranks: a step ends with the outcome of rank 0")

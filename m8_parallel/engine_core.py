@@ -80,11 +80,17 @@ class ParallelEngineCore(EngineCore):
         self._late_aborts.append(request_id)
         return self.is_unfinished(request_id)
 
+    def step(self) -> dict[str, RequestOutput]:
+        """Begin a step on all ranks, and compute it as in m6."""
+        self.scheduler.begin_step()
+        return super().step()
+
     def run_step(self) -> dict[str, RequestOutput]:
         """Run one step on all ranks, as in m6."""
         try:
             return super().run_step()
         finally:
+            self.scheduler.in_step = False
             aborts, self._late_aborts = self._late_aborts, []
             for request_id in aborts:
                 super().abort_request(request_id)

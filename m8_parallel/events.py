@@ -71,7 +71,8 @@ class Collectives(Event):
     began: tuple[float, ...] = volatile()
     """By `time.perf_counter` of this rank, of each."""
     seconds: tuple[float, ...] = volatile()
-    """Duration of each on the host, in seconds, with the wait for later ranks; NCCL: the launch of the kernel alone."""
+    """Duration of each on the host, in seconds, with the wait for later ranks. NCCL: the launch of the kernel alone, 0
+    in a CUDA graph."""
 
     @classmethod
     def of(cls, ranks: Ranks, calls: Sequence[Collective]) -> Self | None:

@@ -6,9 +6,9 @@ alone), all ranks raise its error before any rank has updated its state: the req
 goes on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,11 @@ from m6_multimodal_pd.disaggregation.runtime.jobs import error_of, fault_of
 from m6_multimodal_pd.model_runner import ModelRunner
 from m8_parallel.errors import RanksDifferError
 from m8_parallel.events import Collectives
+from m8_parallel.graphs import GraphCaptureOfRank
 from m8_parallel.messages import Drafted, Outcome, from_bytes, to_bytes
-from m8_parallel.ranks import Interrupted, Ranks
+from m8_parallel.ranks import Ranks
+
+T = TypeVar("T")
 
 
 class ParallelModelRunner(ModelRunner):
@@ -37,26 +40,37 @@ class ParallelModelRunner(ModelRunner):
 
     def __init__(self, *, ranks: Ranks, tracer: Any, **parts: Any) -> None:
         """`tracer`: gets the collectives of each step. `parts`: as m6's."""
+        if parts["graph_capture"] is not None:
+            parts["graph_capture"] = GraphCaptureOfRank(ranks, parts["graph_capture"])
         super().__init__(**parts)
         self.ranks, self.tracer, self.weight_bytes = ranks, tracer, parts["loaded_model"].weight_bytes
 
     def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
         """Run a step on all ranks."""
-        self.ranks.in_step = True
+        execute = super().execute_model
+        return self._together(lambda: execute(batch))
+
+    def on_all_ranks(self, part: Callable[[T], None], launched: T) -> None:
+        """Run a part of a step, which ends when it has ended on all ranks."""
+
+        def run() -> None:
+            part(launched)
+            self.ranks.smallest(0)
+
+        self._together(run)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """Return `call()`, a part of a step. After an error nothing is left that one rank may have and another not."""
         try:
-            return super().execute_model(batch)
-        except (EngineDeadError, torch.AcceleratorError) as error:  # this rank is lost
-            self.ranks.leave(str(error))
+            return self.ranks.together(call)
+        except (EngineDeadError, torch.AcceleratorError):
             raise
-        except Exception as error:
-            if self.ranks.size == 1:
-                raise
-            self.encoder.clear()  # one rank may have embeddings that another one has not
-            self.ranks.form_anew()
-            agreed = self.ranks.agree(None if isinstance(error, Interrupted) else error)
-            raise agreed or RanksDifferError("another rank has left the step without an error") from None
+        except Exception:
+            if self.ranks.size > 1:
+                self.encoder.clear()
+                self.capture_graphs()  # those of before have the group that the ranks have left
+            raise
         finally:
-            self.ranks.in_step = False
             self.tracer.emit(Collectives.of, self.ranks, self.ranks.taken())
 
     def sample(
@@ -65,6 +79,9 @@ class ParallelModelRunner(ModelRunner):
         """Sample on rank 0, and return its outcome on all ranks."""
         if self.ranks.size == 1:
             return super().sample(batch, forward_batch, hidden, drafts)
+        if self.device.type == "cuda":
+            self.ranks.smallest(0)  # the step is queued on all: no host waits for a device that waits for another rank
+            self.ranks.wait_for(self._now())
         has_logits = any(batch.sample_lens)
         if self.ranks.is_first:
             output = super().sample(batch, forward_batch, hidden, drafts)
@@ -79,14 +96,18 @@ class ParallelModelRunner(ModelRunner):
             self.model.compute_logits(last)
         else:
             self._gather_nothing()
-        outcome: Outcome = from_bytes(self.ranks.receive())
+        output = self.received(batch.rids)
         if self.draft_runner is not None and has_logits:
-            accepted = dict(zip(outcome.req_ids, outcome.token_ids, strict=True))
+            accepted = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
             try:
-                self.draft_runner.follow(batch, drafts, [len(accepted.get(rid, (0,))) - 1 for rid in batch.rids])
+                self.draft_runner.follow(batch, drafts, [len(accepted.get(rid, [0])) - 1 for rid in batch.rids])
             except Exception as error:  # rank 0 books the step already
                 raise RanksDifferError(f"rank {self.ranks.rank} has failed after the outcome: {error}") from error
-        return output_of(outcome)
+        return output
+
+    def received(self, rids: Sequence[str]) -> ModelRunnerOutput:
+        """Return the outcome of rank 0, for a batch of these requests."""
+        return output_of(from_bytes(self.ranks.receive()), rids)
 
     def drafted(self, batch: ModelWorkerBatch) -> tuple[ModelWorkerBatch, Drafts | None]:
         """Return the step with its drafts: those of rank 0, whose draft model may round otherwise than this one."""
@@ -99,6 +120,13 @@ class ParallelModelRunner(ModelRunner):
         drafted: Drafted = from_bytes(self.ranks.receive())
         drafts = drafts._replace(token_ids=[list(ids) for ids in drafted.token_ids])
         return batch.with_drafts(drafts.token_ids), drafts
+
+    @staticmethod
+    def _now() -> Any:
+        """Return an event of CUDA behind all that is queued."""
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _gather_nothing(self) -> None:
         """Gather a placeholder in a step without logits: rank 0 sends the outcome only after all forwards are done."""
@@ -120,15 +148,16 @@ def outcome_of(output: ModelRunnerOutput) -> Outcome:
     )
 
 
-def output_of(outcome: Outcome) -> ModelRunnerOutput:
-    """Return the output of a step from its message."""
+def output_of(outcome: Outcome, rids: Sequence[str]) -> ModelRunnerOutput:
+    """Return the output of a step from its message, with the ids of its own batch (see `EndedId`)."""
+    own = {str(rid): rid for rid in rids}
     return ModelRunnerOutput(
-        req_ids=list(outcome.req_ids),
+        req_ids=[own[rid] for rid in outcome.req_ids],
         sampled_token_ids=[list(ids) for ids in outcome.token_ids],
         logprobs=list(outcome.logprobs),
-        prompt_logprobs=dict(outcome.prompt_logprobs),
-        errors={rid: error_of(fault, "rank 0") for rid, fault in outcome.faults.items()},
-        draft_token_ids={rid: list(ids) for rid, ids in outcome.draft_token_ids.items()},
+        prompt_logprobs={own[rid]: rows for rid, rows in outcome.prompt_logprobs.items()},
+        errors={own[rid]: error_of(fault, "rank 0") for rid, fault in outcome.faults.items()},
+        draft_token_ids={own[rid]: list(ids) for rid, ids in outcome.draft_token_ids.items()},
     )
 
 

@@ -17,7 +17,7 @@ import math
 import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -26,11 +26,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
 
+from m1_single_request.errors import EngineDeadError
 from m6_multimodal_pd.disaggregation.runtime.jobs import error_of, fault_of
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault
-from m8_parallel.errors import RankLostError
+from m8_parallel.errors import RankLostError, RanksDifferError
 from m8_parallel.watch import Watch
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ HEAD_BYTES, FIRST_BYTES = 8, 1024
 """Of a message: its length, and what goes with it in one broadcast."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
 """Between two looks for a note."""
+LOOKS_PER_NOTE = 200
+"""Looks at a device for each one into the store."""
 
 
 class Collective(NamedTuple):
@@ -82,7 +85,9 @@ class Ranks:
         """Since the last look of `taken`."""
         self.num_collectives, self.num_bytes, self.seconds = 0, 0, 0.0
         """Of all collectives."""
-        self._messages = self._meetings = self._agreements = self._groups = self._arrivals = 0
+        self.num_groups = 0
+        """Number of groups that have been formed."""
+        self._messages = self._meetings = self._agreements = self._arrivals = 0
         if size > 1:
             self.meet()
             self._form()
@@ -101,6 +106,11 @@ class Ranks:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Add up the tensors of all ranks, in place; every rank has the same bits afterwards."""
         self._run("all-reduce", tensor, lambda: dist.all_reduce(tensor))
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite a tensor by that of rank 0."""
+        self._run("broadcast", tensor, lambda: dist.broadcast(tensor, 0))
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -148,8 +158,7 @@ class Ranks:
 
     def _broadcast(self, data: bytearray) -> bytearray:
         """Overwrite bytes by those of rank 0."""
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        self._run("broadcast", tensor, lambda: dist.broadcast(tensor, 0))
+        self.broadcast(torch.frombuffer(data, dtype=torch.uint8))
         return data
 
     def _reduced(self, operation: "dist.ReduceOp.RedOpType", values: tuple[float, ...]) -> list[float]:
@@ -170,10 +179,19 @@ class Ranks:
                 self._raise_left(why)
             raise self._lost(re.sub(r"^\[.*?\] |\. .*", "", str(error).splitlines()[0])) from error
         seconds = time.perf_counter() - began
-        self.calls.append(Collective(kind, tensor.nbytes, began, seconds))
+        self._count(Collective(kind, tensor.nbytes, began, seconds))
+
+    def _count(self, call: Collective) -> None:
+        self.calls.append(call)
         self.num_collectives += 1
-        self.num_bytes += tensor.nbytes
-        self.seconds += seconds
+        self.num_bytes += call.num_bytes
+        self.seconds += call.seconds
+
+    def replayed(self, calls: Sequence[Collective]) -> None:
+        """Count collectives that a CUDA graph has made once more: only the device knows how long they take."""
+        now = time.perf_counter()
+        for call in calls:
+            self._count(call._replace(began=now, seconds=0.0))
 
     def _raise_left(self, why: str) -> None:
         """Raise what it means for this rank that another one has left the group (`_why_left`)."""
@@ -211,9 +229,24 @@ class Ranks:
     def meet_in_step(self) -> None:
         """`meet` inside a step, which ends if another rank leaves the group."""
         self._arrivals += 1
-        key, number = f"arrivals {self._groups}", self._arrivals * self.size
+        key, number = f"arrivals {self.num_groups}", self._arrivals * self.size
         self._note(lambda: self.store.add(key, 1))
         self._wait(lambda: self._why_left() is not None or self.store.add(key, 0) >= number, self.long_timeout_s)
+        self._check_in_step()
+
+    def wait_for(self, event: Any) -> None:
+        """Wait for an event of CUDA, in short looks: if another rank is lost, or leaves the step, it may never come."""
+        looks = 0
+        while not event.query():
+            looks += 1
+            if self.is_lost:
+                raise self._lost(self.watch.lost)
+            if looks % LOOKS_PER_NOTE == 0:
+                self._check_in_step()
+            time.sleep(SHORTEST_PAUSE_S / 4)
+
+    def _check_in_step(self) -> None:
+        """Raise what it means that another rank has left the group, if one has."""
         if (why := self._why_left()) is not None:
             self._raise_left(why)
 
@@ -245,6 +278,27 @@ class Ranks:
             raise agreed
         return result  # type: ignore[return-value]
 
+    def together(self, call: Callable[[], T]) -> T:
+        """Return `call()`, which ends with a collective: a part of a step. Every rank calls this.
+
+        An error of one rank is raised on all. Then they have left their group, so that none of them waits in a
+        collective for ever, and have formed the next one.
+        """
+        self.in_step = True
+        try:
+            return call()
+        except (EngineDeadError, torch.AcceleratorError) as error:  # this rank is lost
+            self.leave(str(error))
+            raise
+        except Exception as error:
+            if self.size == 1:
+                raise
+            self.form_anew()
+            agreed = self.agree(None if isinstance(error, Interrupted) else error)
+            raise agreed or RanksDifferError("another rank has left the step without an error") from None
+        finally:
+            self.in_step = False
+
     def form_anew(self) -> None:
         """Leave the group of a step, so that the others leave it, too, and form the next one with them."""
         self._leave("")
@@ -264,15 +318,15 @@ class Ranks:
 
     def _leave(self, why: str) -> None:
         """Leave the group; `why` is empty if the next one is formed."""
-        key = f"left {self._groups}"
+        key = f"left {self.num_groups}"
         if not self._why_left():
             self._note(lambda: self.store.set(key, why))
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _abort_process_group()  # the public function waits for kernels of NCCL, and they for other ranks
 
     def _why_left(self) -> str | None:
         """Return why another rank has left the group; None if none has."""
-        key = f"left {self._groups}"
+        key = f"left {self.num_groups}"
         return self._read(key).decode() if self._note(lambda: self.store.check([key])) else None
 
     def compare(self, name: str, decided: str) -> list[str]:
@@ -283,8 +337,8 @@ class Ranks:
         return [self._read(f"{key} {rank}").decode() for rank in range(self.size)]
 
     def _form(self) -> None:
-        self._groups, self._arrivals = self._groups + 1, 0
-        store = PrefixStore(f"group {self._groups}", self.store)
+        self.num_groups, self._arrivals = self.num_groups + 1, 0
+        store = PrefixStore(f"group {self.num_groups}", self.store)
         timeout = timedelta(seconds=self.step_timeout_s)
         try:
             dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
@@ -332,5 +386,5 @@ class Ranks:
         self.leads = False
         if self.watch is not None:
             self.watch.close()
-            if self._groups and dist.is_initialized():
+            if self.num_groups and dist.is_initialized():
                 dist.destroy_process_group()

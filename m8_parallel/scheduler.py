@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from m1_single_request.request import BaseFinishReason
-from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m5_chunked_prefill_spec.scheduler import Scheduler
@@ -26,8 +25,8 @@ MOST_INPUTS = 16
 class ParallelScheduler(Scheduler):
     """The scheduler of a rank.
 
-    `add_request`, `finish_requests` and `reset` also send their input to the other ranks, `schedule` begins a step on
-    all ranks and compares decisions every `digest_interval` steps, and `update_from_output` ends it.
+    `add_request`, `finish_requests` and `reset` also send their input to the other ranks, `begin_step` begins a step on
+    them, and `schedule` compares decisions every `digest_interval` steps.
     """
 
     def __init__(self, *, ranks: Ranks, digest_interval: int, **parts: Any) -> None:
@@ -35,7 +34,7 @@ class ParallelScheduler(Scheduler):
         super().__init__(**parts)
         self.ranks, self.digest_interval = ranks, digest_interval
         self.in_step = False
-        """Whether a step has begun and is not booked."""
+        """Whether a step has begun. The engine core ends it."""
         self.num_resets = 0
         """How often all requests have ended inside a step."""
         self._inputs: list[Input] = []
@@ -63,26 +62,20 @@ class ParallelScheduler(Scheduler):
             self.num_resets += 1
         elif self.ranks.leads:
             self.ranks.lead(to_bytes(Cleared(marked((), reason).fault)))
-        self.in_step = False
         self._inputs.clear()
         super().reset(reason)
 
-    def schedule(self) -> ScheduleBatch | None:
-        """Begin a step on all ranks; choose its batch. Raises `RanksDifferError` if another rank has chosen another."""
+    def begin_step(self) -> None:
+        """Begin a step on all ranks."""
         if self.ranks.leads:
             self._lead()
         self.in_step = True
-        batch: Any = super().schedule()
-        if self.ranks.size > 1:
-            self._compare("nothing" if batch is None else ", ".join(map(_decided, batch.reqs)))
-        return batch
 
-    def update_from_output(self, batch: Any, output: ModelRunnerOutput | None) -> list[Req]:
-        """Book the step."""
-        try:
-            return super().update_from_output(batch, output)
-        finally:
-            self.in_step = False
+    def schedule(self) -> ScheduleBatch | None:
+        """Choose the batch of a step. Raises `RanksDifferError` if another rank has chosen another."""
+        batch: Any = super().schedule()
+        self.compare(batch)
+        return batch
 
     def check_resets(self, number: int) -> None:
         """Raise `RanksDifferError` unless all requests have ended as often here as on rank 0."""
@@ -111,8 +104,11 @@ class ParallelScheduler(Scheduler):
             del inputs[:MOST_INPUTS]
         self.ranks.lead(to_bytes(Step(tuple(inputs), self.num_resets)))
 
-    def _compare(self, decided: str) -> None:
+    def compare(self, batch: ScheduleBatch | None) -> None:
         """Add a decision to the digest of all; compare it with those of the other ranks from time to time."""
+        if self.ranks.size == 1:
+            return
+        decided = "nothing" if batch is None else ", ".join(map(_decided, batch.reqs))
         self._digest.update(decided.encode())
         self._num_steps += 1
         if self._num_steps % self.digest_interval:

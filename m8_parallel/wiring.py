@@ -25,6 +25,7 @@ from m8_parallel.job import join
 from m8_parallel.mem_cache.agreed_tiers import AgreedCache, AgreedDiskCache
 from m8_parallel.model_loader import ParallelLoader
 from m8_parallel.model_runner import ParallelModelRunner
+from m8_parallel.overlap import OverlapParallelEngineCore
 from m8_parallel.ranks import Ranks
 from m8_parallel.scheduler import ParallelScheduler
 from m8_parallel.trace import RanksTraceReader
@@ -62,6 +63,7 @@ def build_rank(config: EngineConfig, parts: Mapping[str, Any], ranks: Ranks, tra
         config, parts_of_rank(parts, ranks, config, tracer), tracer, WatchedLoader(load, config.cache)
     )
     prepared.weight_loader = partial(ParallelWeightLoader, ranks=ranks)
+    prepared.overlapped = ParallelEngineCore, OverlapParallelEngineCore
     tracer.emit(RanksJoined.of, ranks, prepared.loaded.model, prepared.loaded.weight_bytes)
     budget = prepared.kv_budget
     length, *sizes = ranks.smallest(prepared.loaded.max_model_len, budget.num_blocks or 0, budget.num_bytes or 0)
@@ -106,12 +108,7 @@ def of_rank(config: EngineConfig, ranks: Ranks) -> EngineConfig:
     if model.torch_device().type == "cuda":
         if torch.device(model.device if model.device != "auto" else "cuda").index is not None:
             raise ConfigError(f"device={shown(model.device)}: each rank has a GPU of its own, so leave out the number")
-        if model.cuda_graphs:
-            raise ConfigError(
-                "cuda_graphs=True is not supported with ranks: a graph keeps the process group, and an error in a step "
-                "replaces it"
-            )
-        model = replace(model, device=f"cuda:{os.environ['LOCAL_RANK']}", cuda_graphs=False)
+        model = replace(model, device=f"cuda:{os.environ['LOCAL_RANK']}")
     if cache.disk_path is not None:
         cache = replace(cache, disk_path=Path(cache.disk_path) / f"rank-{ranks.rank}-of-{ranks.size}")
     return replace(config, model=model, cache=cache)

@@ -14,7 +14,7 @@ import copy
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -37,18 +37,28 @@ from m6_multimodal_pd.overlap.launched_step import LaunchedStep
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 
 
-def obstacle(executor: Any, scheduler: Any) -> str | None:
+class UsualParts(NamedTuple):
+    """The classes whose methods this engine core knows, and replaces."""
+
+    scheduler: type = Scheduler
+    executor: type = GPUExecutor
+    worker: type = GPUWorker
+    model_runner: type = ModelRunner
+
+
+def obstacle(executor: Any, scheduler: Any, usual: UsualParts) -> str | None:
     """Return why the parts of an engine do not allow overlapped steps, or None."""
     if type(scheduler.speculation.proposer) not in (type(None), DraftModelProposer):
         return "drafts continue the newest tokens, which must be known when a step is scheduled"
     worker = getattr(executor, "worker", None)
-    for role, part, usual, methods in (
-        ("scheduler", scheduler, Scheduler, ("schedule", "update_from_output", "process_batch_result")),
-        ("executor", executor, GPUExecutor, ("execute_model",)),
-        ("worker", worker, GPUWorker, ("execute_model",)),
-        ("model_runner", getattr(worker, "model_runner", None), ModelRunner, ("execute_model",)),
+    for role, part, methods in (
+        ("scheduler", scheduler, ("schedule", "update_from_output", "process_batch_result")),
+        ("executor", executor, ("execute_model",)),
+        ("worker", worker, ("execute_model",)),
+        ("model_runner", getattr(worker, "model_runner", None), ("execute_model",)),
     ):
-        if any(getattr(type(part), name, None) is not getattr(usual, name) for name in methods):
+        known = getattr(usual, role)
+        if any(getattr(type(part), name, None) is not getattr(known, name) for name in methods):
             return f"the part {role!r} has its own {' or '.join(methods)}, which would not be called"
     return None
 
@@ -72,15 +82,18 @@ class OverlapEngineCore(EngineCore):
     and `close` first drop the step in flight, and `check_invariants` knows of it.
     """
 
+    usual_parts: ClassVar = UsualParts()
+    launcher_class: ClassVar = Launcher
+
     def __init__(self, **parts: Any) -> None:
         """`parts`: as m6's."""
         super().__init__(**parts)
         self.late = LateResults(parts["scheduler"])
         self.in_flight: InFlight | None = None
         self.launcher: Any = None
-        self.obstacle = obstacle(self.executor, self.scheduler)
+        self.obstacle = obstacle(self.executor, self.scheduler, self.usual_parts)
         if self.obstacle is None:
-            self.launcher = Launcher(self.executor.worker, self.scheduler.pools.req_to_token_pool.size)
+            self.launcher = self.launcher_class(self.executor.worker, self.scheduler.pools.req_to_token_pool.size)
             self.obstacle = self.launcher.obstacle()
             self.profiler.settle = self.launcher.wait
             when_dropped(self, self.launcher.close)  # before the memory is freed that its thread reads

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.sampler import Sampler
+from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention.attention.host_to_device import to_device
 from m3_paged_attention.attention.native_step import NativeStep
 from m3_paged_attention.executor import checked
@@ -79,6 +80,9 @@ class ForwardOutput:
 
 class Launcher:
     """Runs steps one after the other; two of them may have been launched. Its owner must `close` it."""
+
+    runner_class: type[ModelRunner] = ModelRunner
+    """The class whose `sample` the device may replace."""
 
     def __init__(self, worker: Any, num_rows: int) -> None:
         """`worker`: of the executor. `num_rows`: of the pool of rows."""
@@ -180,7 +184,7 @@ class Launcher:
         if runner.draft_runner is not None:
             return "drafts continue its tokens"
         if not (
-            type(runner).sample is ModelRunner.sample
+            type(runner).sample is self.runner_class.sample
             and type(runner.rejection_sampler).__call__ is RejectionSampler.__call__
             and type(sampler).__call__ is Sampler.__call__
         ):
@@ -216,10 +220,13 @@ class Launcher:
         launched.hidden = hidden = runner.forward(batch)
         if launched.why_host is None:
             assert batch.sampling is not None and launched.rows is not None
-            logits, sampler = runner.model.compute_logits(hidden), self.row_sampler.sampler
-            launched.choice, tokens = Choice.queued(sampler, logits, batch.sampling)
+            launched.choice, tokens = self._choose(hidden, batch.sampling)
             self.future_map.on_device[launched.rows] = tokens
         launched.is_async, launched.times = self.is_cuda, (began, self._clock())
+
+    def _choose(self, hidden: Tensor, sampling: SamplingMetadata) -> tuple[Choice, Tensor]:
+        """Choose the tokens of a forward; return them also as inputs, on the device."""
+        return Choice.queued(self.row_sampler.sampler, self.runner.model.compute_logits(hidden), sampling)
 
     def _start_on_thread(self, thread: NativeThread, step: NativeStep, launched: ForwardOutput) -> None:
         """Launch a prepared step on the thread, with the choice of its tokens if they are the best ones."""
@@ -241,7 +248,7 @@ class Launcher:
                 launched.choice.is_broken = launched.choice.tokens < 0  # by `WholeStep`
         elif self.is_cuda:
             start, end = launched.times
-            end.synchronize()
+            self._wait_for(end)
             launched.device_seconds = start.elapsed_time(end) / 1e3
         else:
             launched.device_seconds = launched.times[1] - launched.times[0]
@@ -256,6 +263,10 @@ class Launcher:
             output = replace(rows, sample_seconds=time.perf_counter() - arrived)
         launched.output = checked(output, expected_of(batch))
         self._keep(launched)
+
+    def _wait_for(self, event: Any) -> None:
+        """Wait for an event of CUDA."""
+        event.synchronize()
 
     def _clock(self) -> Any:
         """Return the time on the device, as a number or as an event of CUDA."""

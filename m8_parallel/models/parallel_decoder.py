@@ -17,6 +17,7 @@ from torch.nn import functional
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
+from m6_multimodal_pd.graph_runner import CAPTURABLE
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder, VisualTokens
 from m8_parallel.models.shards import Shard
 from m8_parallel.ranks import Ranks
@@ -40,20 +41,29 @@ class BackendOfRank:
     def experts(self, gate_up: Any, down: Any, num_experts: int) -> Any:
         """Return the experts of a layer: a part of each of them, or this rank's."""
         experts = self.backend.experts(gate_up, down, num_experts)
-        return LocalExperts(experts, self.shard.first_expert, num_experts) if self.shard.expert_parallel else experts
+        if not self.shard.expert_parallel:
+            return experts
+        return LocalExperts(experts, self.shard.first_expert, num_experts, in_graphs=self.backend.name == CAPTURABLE)
 
 
 class LocalExperts:
     """The experts of this rank alone: pairs of a token and another rank's expert are left out."""
 
-    def __init__(self, experts: Any, first: int, count: int) -> None:
-        self.experts, self.first, self.count = experts, first, count
+    def __init__(self, experts: Any, first: int, count: int, *, in_graphs: bool) -> None:
+        """`in_graphs`: a captured step may not ask which pairs are left, so the first expert computes the others, too,
+        with a weight of zero."""
+        self.experts, self.first, self.count, self.in_graphs = experts, first, count, in_graphs
         self.gate_up, self.down = experts.gate_up, experts.down
 
     def __call__(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return this rank's part of the weighted sums."""
         own = experts - self.first
         is_own = (own >= 0) & (own < self.count)
+        if self.in_graphs:
+            pairs, top_k = hidden.repeat_interleave(own.shape[1], 0), own.shape[1]
+            weights = weights.where(is_own, 0)
+            outputs = self.experts(pairs, own.where(is_own, 0).view(-1, 1), weights.view(-1, 1))
+            return outputs.view(-1, top_k, hidden.shape[1]).sum(1)
         tokens, _ = is_own.nonzero(as_tuple=True)
         sums = torch.zeros_like(hidden)
         if len(tokens):

@@ -164,8 +164,7 @@ class StaticBackend(TorchBackend):
         return (weights[:, :, None] @ values)[:, :, 0]
 
 
-@pytest.fixture
-def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+def record(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     """Make every CUDA graph a recorded one, on the CPU; returns those that were made, in order."""
     graphs: list[RecordedGraph] = []
 
@@ -201,16 +200,32 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GridExecutor, "__call__", launch_and_record)
 
 
-@pytest.fixture
-def wanted_graphs(recorded_graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+def want(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines on the CPU capture graphs, as on a GPU, unless told not to."""
     monkeypatch.setattr(ModelConfig, "wants_graphs", property(lambda config: config.cuda_graphs is not False))
+
+
+def use_static_kernels(monkeypatch: pytest.MonkeyPatch, loader: str = "m6_multimodal_pd.model_loader") -> None:
+    """Give engines kernels that can be captured and are fast."""
+    monkeypatch.setattr(f"{loader}.resolve", lambda name, device: StaticBackend())
+    monkeypatch.setattr("m6_multimodal_pd.models.rotary._gather_of", lambda backend: gather_with_torch)
+
+
+@pytest.fixture
+def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """Every CUDA graph is a recorded one."""
+    return record(monkeypatch)
+
+
+@pytest.fixture
+def wanted_graphs(recorded_graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """Engines on the CPU capture graphs."""
+    want(monkeypatch)
     return recorded_graphs
 
 
 @pytest.fixture
 def graphs_of_engines(wanted_graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     """The same, and their kernels can be captured and are fast."""
-    monkeypatch.setattr("m6_multimodal_pd.model_loader.resolve", lambda name, device: StaticBackend())
-    monkeypatch.setattr("m6_multimodal_pd.models.rotary._gather_of", lambda backend: gather_with_torch)
+    use_static_kernels(monkeypatch)
     return wanted_graphs

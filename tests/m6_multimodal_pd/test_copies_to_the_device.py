@@ -15,6 +15,7 @@ from m6_multimodal_pd import ModelConfig, SamplingParams
 from m6_multimodal_pd.model_loader import load_model
 from m6_multimodal_pd.overlap import engine_core
 from tests.m6_multimodal_pd.engines import MakeEngine, setting
+from tests.m6_multimodal_pd.late_launcher import LateLauncher
 from tests.m6_multimodal_pd.recorded_graphs import (
     RecordedGraph,
     graphs_of_engines as graphs_of_engines,
@@ -22,7 +23,6 @@ from tests.m6_multimodal_pd.recorded_graphs import (
     wanted_graphs as wanted_graphs,
 )
 from tests.m6_multimodal_pd.seeing import asking
-from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
 from tests.m6_multimodal_pd.test_speculation import make_drafting as make_drafting
 from tests.support.engines import EngineMaker
 from tests.support.fake_device import FakeDevice, fake_device as fake_device
@@ -78,7 +78,7 @@ def check(
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that computes a step when its result is asked for, so behind the copy of the next one."""
-    monkeypatch.setattr(engine_core, "Launcher", LateLauncher)
+    monkeypatch.setattr(engine_core.OverlapEngineCore, "launcher_class", LateLauncher)
     monkeypatch.setattr(LateLauncher, "on_thread", 0.0)
     monkeypatch.setattr(LateLauncher, "rng", Random(1))
 

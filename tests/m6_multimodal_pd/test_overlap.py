@@ -48,7 +48,7 @@ from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.m4_radix_cache.engines import cached_len, ids
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, greedy, runner_of, setting
-from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
+from tests.m6_multimodal_pd.late_launcher import LateLauncher
 from tests.m6_multimodal_pd.test_speculation import make_drafting as make_drafting
 from tests.support.engines import held
 
@@ -70,7 +70,7 @@ class BreakingLauncher(LateLauncher):
 
 @pytest.fixture(autouse=True)
 def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_core, "Launcher", BreakingLauncher)
+    monkeypatch.setattr(engine_core.OverlapEngineCore, "launcher_class", BreakingLauncher)
     monkeypatch.setattr(BreakingLauncher, "due", None)
 
 

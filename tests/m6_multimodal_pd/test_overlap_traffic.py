@@ -14,19 +14,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
 import m6_multimodal_pd
 from m6_multimodal_pd import ModelConfig
 from m6_multimodal_pd.model_loader import load_model
 from m6_multimodal_pd.overlap import engine_core
-from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.equivalence.traffic import CLEAR_SETTINGS, RATED_SETTINGS, WIDE_SETTINGS, Ask, SharingAsk, asks_of, serve
 from tests.m4_radix_cache.tiers import Tiers, count_copies, tiers_of
 from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, check_flushed, setting
+from tests.m6_multimodal_pd.late_launcher import LateLauncher
 from tests.m6_multimodal_pd.recorded_graphs import (
     RecordedGraph,
     graphs_of_engines as graphs_of_engines,
@@ -59,56 +58,6 @@ GREEDY_TEXTS = TEXTS.filter(lambda ask: ask.setting in GREEDY)
 """Drawn answers keep their distribution only, where a draft model guesses."""
 
 
-class LateLauncher(Launcher):
-    """A device that computes what is queued when somebody asks for its results, or at once, as its seed says.
-
-    It chooses the tokens of any step, as a GPU does. A part of all steps runs on the thread of the native backend.
-    """
-
-    rng = Random(0)
-    on_thread = 0.3
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.pending: list[ForwardOutput] = []
-        if self.runner.host_pool is not None:
-            self.runner.host_pool.before_load = lambda: self.compute_until(None)  # as a stream waits for another
-
-    def obstacle(self) -> str | None:
-        return None
-
-    def newest_tokens(self, rows: Any) -> Any:
-        self.compute_until(None)
-        return super().newest_tokens(rows)
-
-    def _start(self, launched: ForwardOutput) -> None:
-        if self.thread is not None and self.rng.random() < self.on_thread:
-            self.compute_until(None)
-            super()._start(launched)
-        else:
-            self._prepare(launched)
-            self._compute(launched)
-
-    def _compute(self, launched: ForwardOutput) -> None:
-        self.pending.append(launched)
-        if self.rng.random() < 0.5:
-            self.compute_until(launched)
-
-    def _read(self, launched: ForwardOutput) -> None:
-        self.compute_until(launched)
-        super()._read(launched)
-
-    @torch.inference_mode()
-    def compute_until(self, launched: ForwardOutput | None) -> None:
-        """Compute the queued steps in their order, up to this one; None: all."""
-        while self.pending and (launched is None or launched in self.pending):
-            if self.thread is not None:
-                self.thread.wait()
-            step = self.pending.pop(0)
-            super()._compute(step)
-            step.is_async = True
-
-
 def check_same(ask: Ask, normal: Any, overlapped: Any, tokens: int) -> None:
     """Both engines have answered a request alike; where one of them did not finish, as far as both came."""
     assert normal.finished and overlapped.finished
@@ -133,7 +82,7 @@ def check_same(ask: Ask, normal: Any, overlapped: Any, tokens: int) -> None:
 
 @pytest.fixture(autouse=True)
 def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_core, "Launcher", LateLauncher)
+    monkeypatch.setattr(engine_core.OverlapEngineCore, "launcher_class", LateLauncher)
 
 
 PAGES = [("radix", 1), ("radix", 16), ("hash", 4), ("chunk", 4), ("tiers", 4)]

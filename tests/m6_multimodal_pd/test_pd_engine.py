@@ -17,9 +17,9 @@ from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, Prea
 from m6_multimodal_pd.overlap import engine_core
 from tests.equivalence.forced_retraction import ForcedRetractionAfterTransfer
 from tests.m6_multimodal_pd.engines import Guessing, greedy
+from tests.m6_multimodal_pd.late_launcher import LateLauncher
 from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting, tokens_told
 from tests.m6_multimodal_pd.seeing import asking, messages
-from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
 
 CACHES = ("radix", "hash", "chunk")
 SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -94,7 +94,7 @@ OVERLAPPED = [pytest.param(*case, True, id=f"{case}, overlapped") for case in GR
 @pytest.fixture
 def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps overlap, the device is late by a seed."""
-    monkeypatch.setattr(engine_core, "Launcher", LateLauncher)
+    monkeypatch.setattr(engine_core.OverlapEngineCore, "launcher_class", LateLauncher)
     monkeypatch.setattr(LateLauncher, "rng", Random(0))
 
 

@@ -18,9 +18,9 @@ from tests.m4_radix_cache.caches import make_cache
 from tests.m4_radix_cache.late_copies import LatePool
 from tests.m4_radix_cache.reqs import make_req
 from tests.m4_radix_cache.tiers import Counting
+from tests.m6_multimodal_pd.late_launcher import LateLauncher
 from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting
 from tests.m6_multimodal_pd.seeing import asking, messages
-from tests.m6_multimodal_pd.test_overlap_traffic import LateLauncher
 from tests.m6_multimodal_pd.test_pd_schedulers import made
 from tests.support.engines import greedy
 
@@ -36,7 +36,7 @@ class LoadsFirst(LateLauncher):
 
 @pytest.fixture
 def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_core, "Launcher", LoadsFirst)
+    monkeypatch.setattr(engine_core.OverlapEngineCore, "launcher_class", LoadsFirst)
     monkeypatch.setattr(LoadsFirst, "rng", Random(0))
 
 

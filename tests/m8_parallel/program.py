@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 
 import m6_multimodal_pd as m6
@@ -32,7 +33,9 @@ from m8_parallel import (
 )
 from m8_parallel.model_runner import ParallelModelRunner
 from tests.equivalence.draws import MeasuringSampler
+from tests.m6_multimodal_pd.recorded_graphs import Capture
 from tests.m6_multimodal_pd.seeing import asking
+from tests.m8_parallel.devices import devices
 from tests.support.golden import ask, writing_engine
 
 RANK = int(os.environ.get("RANK", 0))
@@ -55,6 +58,7 @@ def configs(
     drafts: str = "none",
     disk: str | None = None,
     int8: str = "nothing",
+    late: bool = False,
     **_: Any,
 ) -> dict[str, Any]:
     """Configurations of an engine, with ranks or without."""
@@ -64,8 +68,8 @@ def configs(
             model=model, device="cpu", dtype="float32", attention_backend=backend, quantization=quantization
         )
     }
-    if chunks:
-        found["scheduler_config"] = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4)
+    limits: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 4} if chunks else {}
+    found["scheduler_config"] = SchedulerConfig(**limits, enable_overlap=late or None)
     of_cache: dict[str, Any] = {"kv_cache_dtype": "int8" if int8 == "kv" else "auto"}
     if cache == "tiers":
         of_cache |= {"max_total_tokens": 288, "host_memory_bytes": 2**20, "disk_path": disk}
@@ -101,31 +105,34 @@ def drawn(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def answers(engine: Any, model: str, times: int = 2, seed: int | None = None) -> list[Any]:
-    """The tokens of all outputs, asked several times: later from the cache. `seed`: of random prompts."""
+def answers(engine: Any, model: str, times: int = 2, **how: Any) -> list[Any]:
+    """The tokens of all outputs, asked several times: later from the cache. `how`: as `asked`."""
     found = []
     for _ in range(times):
-        for output in engine.generate_batch(*asked(engine, model, seed)).values():
+        for output in engine.generate_batch(*asked(engine, model, **how)).values():
             assert output.error is None, output.error
             found.append(ends_of(output))
     return found
 
 
-def asked(engine: Any, model: str, seed: int | None) -> tuple[list[Any], list[SamplingParams]]:
-    """The prompts of `answers`, and the parameters of each."""
+def asked(
+    engine: Any, model: str, *, seed: int | None = None, greedy: bool = False
+) -> tuple[list[Any], list[SamplingParams]]:
+    """The prompts of `answers`, and the parameters of each. `seed`: of random prompts. `greedy`: nothing is drawn."""
     if (Path(model) / "preprocessor_config.json").exists():
         prompts = [engine.chat_prompt(asking(*question)) for question in QUESTIONS]
         return prompts, [SamplingParams(max_tokens=10, ignore_eos=True)] * len(prompts)
-    return (PROMPTS, PARAMS) if seed is None else drawn(seed)
+    prompts, params = (PROMPTS, PARAMS) if seed is None else drawn(seed)
+    return prompts, [replace(each, temperature=0.0) for each in params] if greedy else params
 
 
-def without_near_ties(model: str, seed: int | None, together: list[Any], alone: list[Any]) -> list[Any]:
-    """The answers `together`, with those of `alone` from the first choice on that was not clear."""
+def without_near_ties(model: str, together: list[Any], alone: list[Any], **how: Any) -> list[Any]:
+    """The answers `together`, with those of `alone` from the first choice on that was not clear. `how`: as `asked`."""
     if together == alone:
         return together
     sampler, kept = MeasuringSampler(), []
     with m6.LLMEngine(**configs(model), parts={"sampler": lambda: sampler}) as engine:
-        prompts, params = asked(engine, model, seed)
+        prompts, params = asked(engine, model, **how)
         for number, (own, other) in enumerate(zip(together, alone, strict=True)):
             prompt, param = prompts[number % len(prompts)], params[number % len(prompts)]
             kept.append(list(own))
@@ -146,24 +153,43 @@ def parallel(experts: bool = False) -> dict[str, Any]:
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 
-def same(model: str, experts: bool = False, seed: int | None = None, **settings: Any) -> dict[str, Any]:
-    """The answers of all ranks, and of one process."""
-    given = configs(model, **settings)
-    with LLMEngine(**given, **parallel(experts)) as engine:
-        together = answers(engine, model, seed=seed)
+def same(
+    model: str,
+    experts: bool = False,
+    seed: int | None = None,
+    graphs: bool = False,
+    late: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """The answers of all ranks, and of one process, which has neither graphs nor a step in flight."""
+    # what is drawn behind drafts keeps its distribution only, where a draft model guesses behind a step in flight
+    how = {"seed": seed, "greedy": late and settings.get("drafts") == "draft_model"}
+    seen, given = Seen("step_launched", "graphs_captured"), configs(model, **settings, late=late)
+    given["trace_config"] = TraceConfig(readers=(seen,))
+    with devices(graphs=graphs, late=late, seed=seed) as made, LLMEngine(**given, **parallel(experts)) as engine:
+        together = answers(engine, model, **how)
         stats = engine.stats()
-    with m6.LLMEngine(**given) as engine:
-        alone = answers(engine, model, seed=seed)
+    with m6.LLMEngine(**configs(model, **settings)) as engine:
+        alone = answers(engine, model, **how)
     if RANK == 0:
-        together = without_near_ties(model, seed, together, alone)
-    return {"together": together, "alone": alone, "held": stats.kv_tokens, "ranks": list(map(vars, stats.ranks))}
+        together = without_near_ties(model, together, alone, **how)
+    launched = [event for event in seen.events if event.kind == "step_launched"]
+    return {
+        "together": together,
+        "alone": alone,
+        "held": stats.kv_tokens,
+        "ranks": list(map(vars, stats.ranks)),
+        "num_replays": sum(graph.num_replays for graph in made),
+        "num_captured": len(seen.events) - len(launched),
+        "num_behind": sum(event.behind is not None and event.waited_for is None for event in launched),
+    }
 
 
-def step(model: str, num_requests: int) -> dict[str, Any]:
+def step(model: str, num_requests: int, graphs: bool = False) -> dict[str, Any]:
     """The collectives of each step of a batch."""
     seen = Seen("collectives")
     given = configs(model) | {"trace_config": TraceConfig(readers=(seen,))}
-    with LLMEngine(**given, parallel_config=ParallelConfig()) as engine:
+    with devices(graphs=graphs), LLMEngine(**given, parallel_config=ParallelConfig()) as engine:
         engine.generate_batch([[7, 8, 9]] * num_requests, SamplingParams(max_tokens=3, ignore_eos=True))
     return {"steps": [[event.kinds, event.sizes] for event in seen.events]}
 
@@ -212,14 +238,14 @@ def golden(path: str) -> dict[str, Any]:
 
 
 class Seen:
-    """Keeps the events of a kind."""
+    """Keeps the events of some kinds."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind, self.events = kind, list[Any]()
+    def __init__(self, *kinds: str) -> None:
+        self.kinds, self.events = kinds, list[Any]()
 
     def read(self, record: Any) -> None:
         """Take an event."""
-        if record.event.kind == self.kind:
+        if record.event.kind in self.kinds:
             self.events.append(record.event)
 
     def close(self) -> None:
@@ -227,7 +253,7 @@ class Seen:
 
 
 class Failing(ParallelModelRunner):
-    """Fails once on one rank: in the phase `where` of its third step."""
+    """Fails once on one rank: in the phase `where` of its third step. In its own `sample`, see `FailingInSample`."""
 
     rank, where, calls = 0, "", 0
 
@@ -259,16 +285,27 @@ class Failing(ParallelModelRunner):
         self._fail("between")
         return self._mlp(hidden)
 
+
+class FailingInSample(Failing):
+    """A runner with a `sample` of its own: also where steps overlap, it chooses the tokens on the host."""
+
     def sample(self, *args: Any) -> Any:
         """Fail after the forward."""
         self._fail("sample")
         return super().sample(*args)
 
 
-def fail(model: str, rank: int, where: str, **settings: Any) -> dict[str, Any]:
+def fail(
+    model: str, rank: int, where: str, graphs: bool = False, late: bool = False, **settings: Any
+) -> dict[str, Any]:
     """What a request gets whose step fails on one rank, and what comes after it."""
-    cls = type("Failing", (Failing,), {"rank": rank, "where": where})
-    with LLMEngine(**configs(model, **settings), **parallel(), parts={"model_runner": cls}) as engine:
+    base = FailingInSample if where == "sample" else Failing
+    part = {"model_runner": type("Failing", (base,), {"rank": rank, "where": where})}
+    given = configs(model, **settings, late=late)
+    # a forward fails on the host, when it is launched; its tokens may be late all the same
+    device = devices(graphs=graphs, late=late, at_once=1.0)
+    with device as made, LLMEngine(**given, **parallel(), parts=part) as engine:
+        num_graphs = len(made)
         failed = engine.generate(PROMPTS[0], PARAMS[0])
         after, held = answers(engine, model), engine.stats().kv_tokens
         num_groups = [path.read_text("utf-8") for path in Path("/proc/self/task").glob("*/comm")].count(
@@ -277,14 +314,50 @@ def fail(model: str, rank: int, where: str, **settings: Any) -> dict[str, Any]:
     with m6.LLMEngine(**configs(model, **settings)) as engine:
         alone = answers(engine, model)
     error = failed.error
-    return {"error": str(error), "together": after, "alone": alone, "held": held, "num_groups": num_groups}
+    return {
+        "error": str(error),
+        "together": after,
+        "alone": alone,
+        "held": held,
+        "num_groups": num_groups,
+        "num_graphs": [num_graphs, len(made)],
+        "num_replays": [graph.num_replays for graph in made],
+    }
 
 
-def use(model: str, other: str, folder: str) -> dict[str, Any]:
+def uncapturable(model: str, rank: int) -> dict[str, Any]:
+    """The answers of ranks, one of which cannot capture its steps."""
+    seen = Seen("graphs_unavailable")
+    given = configs(model) | {"trace_config": TraceConfig(readers=(seen,))}
+    with devices(graphs=True) as made, pytest.MonkeyPatch.context() as patch:
+        if rank == RANK:
+            patch.setattr(Capture, "__enter__", no_memory)
+        with LLMEngine(**given, **parallel()) as engine:
+            together = answers(engine, model, 1)
+        num_replays = sum(graph.num_replays for graph in made)
+    with m6.LLMEngine(**configs(model)) as engine:
+        alone = answers(engine, model, 1)
+    return {
+        "together": together,
+        "alone": alone,
+        "num_replays": num_replays,
+        "reasons": [event.reason for event in seen.events],
+    }
+
+
+def no_memory(_: Any) -> None:
+    """Fail as a capture does on a full device."""
+    raise torch.OutOfMemoryError("no memory for a graph")
+
+
+def use(model: str, other: str, folder: str, late: bool = False) -> dict[str, Any]:
     """All verbs of the face."""
     found: dict[str, Any] = {}
     trace = TraceConfig(jsonl=f"{folder}/trace.jsonl", chrome=f"{folder}/trace.json")
-    with LLMEngine(**configs(model), **parallel(), trace_config=trace) as engine:
+    with (
+        devices(graphs=late, late=late),
+        LLMEngine(**configs(model, late=late), **parallel(), trace_config=trace) as engine,
+    ):
         found["first"] = answers(engine, model, 1)
         engine.start_profile(f"{folder}/profile")
         engine.add_request(PROMPTS[0], PARAMS[0], request_id="aborted")
@@ -316,11 +389,11 @@ def use(model: str, other: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def end(model: str) -> dict[str, Any]:
+def end(model: str, late: bool = False) -> dict[str, Any]:
     """What is left of requests with several outputs that are aborted at work, and of one beside them."""
-    found = []
+    found, given = [], configs(model, chunks=True, late=late)
     for cls in (LLMEngine, m6.LLMEngine):
-        with cls(**configs(model, chunks=True), **(parallel() if cls is LLMEngine else {})) as engine:
+        with devices(late=late), cls(**given, **(parallel() if cls is LLMEngine else {})) as engine:
             several = SamplingParams(n=3, max_tokens=20, temperature=1.0, seed=1, prompt_logprobs=1, ignore_eos=True)
             for rid, params in (("several", several), ("kept", PARAMS[3]), ("waits", several), ("alone", PARAMS[0])):
                 engine.add_request(PROMPTS[1], params, request_id=rid)
@@ -344,13 +417,13 @@ def ends_of(output: Any) -> list[Any]:
     return [list(one.token_ids) for one in getattr(output, "outputs", None) or [output]]
 
 
-def read(model: str, **settings: Any) -> dict[str, Any]:
+def read(model: str, late: bool = False, **settings: Any) -> dict[str, Any]:
     """The answers of engines that read images in processes of their own; some images are broken, and some requests are
     aborted while theirs are read."""
-    given = configs(model, **settings) | {"multimodal_config": MultimodalConfig(num_media_processes=1)}
+    given = configs(model, **settings, late=late) | {"multimodal_config": MultimodalConfig(num_media_processes=1)}
     found = []
     for cls in (LLMEngine, m6.LLMEngine):
-        with cls(**given, **(parallel() if cls is LLMEngine else {})) as engine:
+        with devices(late=late), cls(**given, **(parallel() if cls is LLMEngine else {})) as engine:
             found.append([read_by(engine, QUESTIONS, n) for n in (1, 2)])
             found[-1] += [read_by(engine, questions, n) for questions in BROKEN for n in (1, 2)]
             engine.add_request(asking("b", 3), SamplingParams(n=2), request_id="aborted")
@@ -484,6 +557,7 @@ CASES = {
         logprobs,
         golden,
         fail,
+        uncapturable,
         use,
         end,
         read,

@@ -30,13 +30,17 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "chunks": (False, True),
     "cache": ("radix", "tight", "tiers"),
     "drafts": ("none", "ngram", "draft_model"),
+    "late": (False, True),
+    "graphs": (False, True),
 }
+"""`late`: steps overlap, on a device that is late. `graphs`: steps of few tokens are captured."""
 
 
 def is_possible(case: dict[str, Any]) -> bool:
     """Whether there is such an engine."""
     sees, has_experts = case["model"].startswith("sees"), case["model"].endswith("moe")
-    return (has_experts or not case["experts"]) and not (sees and case["drafts"] == "draft_model")
+    is_captured = not case["graphs"] or case["backend"] == "torch"  # whose kernels become some that can be captured
+    return (has_experts or not case["experts"]) and not (sees and case["drafts"] == "draft_model") and is_captured
 
 
 def pairs_of(case: dict[str, Any]) -> set[Any]:
@@ -69,6 +73,10 @@ def check_same(group: Group, models: Models, case: dict[str, Any]) -> dict[str, 
     found = group.ask("same", **case | {"model": models(case["model"])})
     assert found["together"] == found["alone"]
     assert found["held"] == 0
+    if case.get("graphs"):
+        assert found["num_captured"] and found["num_replays"]
+    if case.get("late"):
+        assert (found["num_behind"] > 0) == (case.get("drafts", "none") == "none")
     return found
 
 
@@ -96,6 +104,12 @@ def test_one_process_is_an_engine_of_m6(models: Models) -> None:
 @pytest.mark.parametrize("case", [CASES[0], CASES[1]], ids=BY_NAME[:2])
 def test_some_ways_at_once(groups: Groups, models: Models, case: dict[str, Any]) -> None:
     check_same(groups(2), models, case)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_ranks_launch_a_step_behind_one_in_flight(groups: Groups, models: Models, graphs: bool) -> None:
+    found = check_same(groups(2), models, {"model": "qwen3", "backend": "torch", "late": True, "graphs": graphs})
+    assert found["num_behind"] > 10
 
 
 @pytest.mark.exhaustive
@@ -127,8 +141,9 @@ def test_four_ranks_answer_as_one_process_though_they_share_kv_heads(
     check_same(groups(4), models, case)
 
 
-def test_a_step_has_the_collectives_of_the_arithmetic(groups: Groups, models: Models) -> None:
-    steps = groups(2).ask("step", model=models("qwen3"), num_requests=4)["steps"]
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_step_has_the_collectives_of_the_arithmetic(groups: Groups, models: Models, graphs: bool) -> None:
+    steps = groups(2).ask("step", model=models("qwen3"), num_requests=4, graphs=graphs)["steps"]
     num_layers, hidden_size, num_requests = 2, 64, 4
     kinds, sizes = steps[-1]
     assert kinds == ["broadcast"] + ["all-reduce"] * (2 * num_layers + 1) + ["gather", "broadcast"]
@@ -156,8 +171,9 @@ def test_ranks_quantise_as_one_process(groups: Groups, models: Models, model: st
             assert together == pytest.approx(alone, abs=1e-3 if int8 == "weights" else 2e-2)
 
 
-def test_several_outputs_end_together_on_all_ranks(groups: Groups, models: Models) -> None:
-    found = groups(2).ask("end", model=models("qwen3"))
+@pytest.mark.parametrize("late", [False, True])
+def test_several_outputs_end_together_on_all_ranks(groups: Groups, models: Models, late: bool) -> None:
+    found = groups(2).ask("end", model=models("qwen3"), late=late)
     assert found["together"] == found["alone"]
     *aborted, ends, held = found["together"]
     assert (aborted, held) == ([True, True, True], 0)
@@ -166,8 +182,9 @@ def test_several_outputs_end_together_on_all_ranks(groups: Groups, models: Model
 
 
 @pytest.mark.exhaustive
-def test_each_rank_reads_images_in_processes_of_its_own(groups: Groups, models: Models) -> None:
-    found = groups(2).ask("read", model=models("sees"))
+@pytest.mark.parametrize("late", [False, True])
+def test_each_rank_reads_images_in_processes_of_its_own(groups: Groups, models: Models, late: bool) -> None:
+    found = groups(2).ask("read", model=models("sees"), late=late)
     assert found["together"] == found["alone"]
     assert found["together"][2:4] == [["InvalidMediaError"], ["InvalidMediaError"]]
 
@@ -201,6 +218,35 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_the_engine_goes_on(
     assert found["held"] == 0
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["before", "sample"])
+def test_a_launched_step_that_fails_on_one_rank_fails_on_all(
+    groups: Groups, models: Models, rank: int, where: str
+) -> None:
+    found = groups(2).ask("fail", model=models("qwen3"), rank=rank, where=where, late=True)
+    assert "no memory left" in found["error"]
+    assert found["together"] == found["alone"]
+    assert found["held"] == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_after_an_error_steps_are_captured_again(groups: Groups, models: Models, late: bool) -> None:
+    found = groups(2).ask("fail", model=models("qwen3"), rank=1, where="before", graphs=True, late=late)
+    assert "no memory left" in found["error"]
+    assert found["together"] == found["alone"]
+    before, after = found["num_graphs"]
+    assert after == 2 * before and sum(found["num_replays"][before:]) > 10
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_that_one_rank_cannot_capture_run_eagerly_on_all(groups: Groups, models: Models, rank: int) -> None:
+    found = groups(2).ask("uncapturable", model=models("qwen3"), rank=rank)
+    assert found["together"] == found["alone"]
+    assert found["num_replays"] == 0
+    (reason,) = found["reasons"]
+    assert "no memory for a graph" in reason and (rank == 0 or "on rank 1" in reason)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("where", ["before", "between", "sample", "drafts"])
@@ -213,8 +259,9 @@ def test_so_it_does_with_more_ranks_chunks_and_drafts(groups: Groups, models: Mo
         assert found["together"] == found["alone"]
 
 
-def test_every_verb_of_the_face_works_on_all_ranks(groups: Groups, models: Models, tmp_path: Path) -> None:
-    found = groups(2).ask("use", model=models("qwen3"), other=models("qwen3-other"), folder=str(tmp_path))
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_every_verb_of_the_face_works_on_all_ranks(groups: Groups, models: Models, tmp_path: Path, late: bool) -> None:
+    found = groups(2).ask("use", model=models("qwen3"), other=models("qwen3-other"), folder=str(tmp_path), late=late)
     assert found["other"] == found["alone"] != found["first"]
     assert found["again"] == found["first"]
     assert found["flushed"] is True

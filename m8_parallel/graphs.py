@@ -1,0 +1,72 @@
+"""m6's CUDA graphs on a rank: a captured step contains its all-reduces.
+
+With NCCL a collective is a kernel, so a graph starts it with all others, and no host takes part. All ranks replay or
+none does: padded tokens are in the sums, too. A graph has the group of its capture; when the ranks have formed a new
+one, after an error in a step, they capture again. vLLM captures the same, and has its own all-reduce for it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.kv_storage import KVStorage
+from m3_paged_attention.models.decoder import Decoder
+from m6_multimodal_pd.graph_runner import Bucket, GraphCapture, GraphLimits, GraphRunner
+from m8_parallel.ranks import Collective, Ranks
+
+
+class GraphRunnerOfRank(GraphRunner):
+    """The graphs of a rank. `takes` refuses those of a group that is gone; each call counts its collectives."""
+
+    def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
+        """As m6's. Every rank calls this."""
+        self.ranks, self.group = ranks, ranks.num_groups
+        self.collectives: dict[Bucket, list[Collective]] = {}
+        super().__init__(*args, **kwargs)
+
+    def takes(self, metadata: AttentionMetadata) -> bool:
+        """Return whether there is a graph for such a step."""
+        return self.group == self.ranks.num_groups and super().takes(metadata)
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Return the hidden states, as in m6."""
+        hidden, bucket = super().__call__(input_ids, positions, metadata), self.bucket(metadata)
+        assert bucket is not None
+        self.ranks.replayed(self.collectives[bucket])
+        return hidden
+
+    def _run(self, model: Decoder, kv: KVStorage, bucket: Bucket) -> None:
+        before = len(self.ranks.calls)
+        super()._run(model, kv, bucket)
+        self.collectives[bucket] = self.ranks.calls[before:]
+
+
+class GraphCaptureOfRank(GraphCapture):
+    """Captures on all ranks; what cannot be captured on one of them runs eagerly on all."""
+
+    def __init__(self, ranks: Ranks, capture: GraphCapture) -> None:
+        """`capture`: of an engine without ranks."""
+        vars(self).update(vars(capture))
+        self.ranks = ranks
+        self.make_runner = lambda *args, **kwargs: GraphRunnerOfRank(ranks, *args, **kwargs)
+
+    def capture(self, name: str, model: Decoder, kv: KVStorage, limits: GraphLimits) -> None:
+        """Let the steps of `model` over `kv` be replayed, in place of earlier graphs. Every rank calls this."""
+        if isinstance(kv.step, GraphRunner):
+            kv.step = None
+        super().capture(name, model, kv, limits)
+
+    def _captured(self, model: Decoder, kv: KVStorage, limits: GraphLimits) -> GraphRunner:
+        captured = super()._captured
+
+        def capture() -> GraphRunner:
+            try:
+                runner = captured(model, kv, limits)
+            except torch.AcceleratorError as error:  # something in the step cannot be captured: the device is not lost
+                raise RuntimeError(str(error)) from error
+            self.ranks.smallest(0)
+            return runner
+
+        return self.ranks.together(capture)

@@ -1,0 +1,89 @@
+"""m6's overlapped steps on a rank: every rank launches a step before it books the one before.
+
+Which step is launched behind which is a decision of the host, so all ranks launch the same. The tokens of a step that
+the device chooses are those of rank 0: they are broadcast behind the choice, on the device, where the next step reads
+them, and once more when they arrive, for the books of the other ranks. A part of a step (launch or arrival) ends on no
+rank before it has ended on all, so what fails on one of them fails in the same part on all, with nothing queued that
+waits for a rank which does not come.
+
+On CPUs collectives stand between the operations of a step, and its host makes them: steps do not overlap there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from m1_single_request.sampling_metadata import SamplingMetadata
+from m3_paged_attention.row_sampler import RowSampler
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+from m5_chunked_prefill_spec.outputs import ModelRunnerOutput
+from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+from m6_multimodal_pd.overlap.choice import Choice
+from m6_multimodal_pd.overlap.engine_core import InFlight, OverlapEngineCore, UsualParts
+from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
+from m8_parallel.engine_core import ParallelEngineCore
+from m8_parallel.messages import to_bytes
+from m8_parallel.model_runner import ParallelModelRunner, outcome_of
+from m8_parallel.scheduler import ParallelScheduler
+
+
+@dataclass(eq=False)
+class ChoiceOfRank:
+    """The tokens of a step, which rank 0 has chosen."""
+
+    own: Choice | None
+    """On rank 0."""
+    runner: ParallelModelRunner
+
+    def read(self, sampler: RowSampler, rids: Sequence[str], info: SamplingBatchInfo) -> ModelRunnerOutput:
+        """Return the tokens by request, when the step has ended; on all ranks."""
+        if self.own is None:
+            return self.runner.received(rids)
+        output = ModelRunnerOutput(**vars(self.own.read(sampler, rids, info)))
+        self.runner.ranks.send_to_all(to_bytes(outcome_of(output)))
+        return output
+
+
+class ParallelLauncher(Launcher):
+    """The launcher of a rank. `_run` ends on all ranks at once, `_choose` is that of rank 0, and `_wait_for` ends with
+    an error if another rank is lost."""
+
+    runner_class = ParallelModelRunner
+
+    def _run(self, part: Callable[[ForwardOutput], None], launched: ForwardOutput) -> None:
+        super()._run(partial(self.runner.on_all_ranks, part), launched)
+
+    def _wait_for(self, event: Any) -> None:
+        self.runner.ranks.wait_for(event)
+
+    def _choose(self, hidden: Tensor, sampling: SamplingMetadata) -> tuple[Any, Tensor]:
+        ranks, own = self.runner.ranks, None
+        if ranks.is_first:
+            own, tokens = super()._choose(hidden, sampling)
+        else:
+            self.runner.model.compute_logits(hidden)
+            tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        return ChoiceOfRank(own, self.runner), ranks.broadcast(tokens)
+
+
+class OverlapParallelEngineCore(ParallelEngineCore, OverlapEngineCore):
+    """Both: the engine core of a rank, with one step in flight."""
+
+    usual_parts: ClassVar = UsualParts(scheduler=ParallelScheduler, model_runner=ParallelModelRunner)
+    launcher_class: ClassVar = ParallelLauncher
+
+    def __init__(self, **parts: Any) -> None:
+        """`parts`: as m6's."""
+        super().__init__(**parts)
+        if self.launcher is not None:
+            self.profiler.settle = self.launcher.wait
+
+    def _schedule(self, before: InFlight | None) -> tuple[ScheduleBatch | None, Any]:
+        batch, record = super()._schedule(before)
+        if self.obstacle is None:
+            self.scheduler.compare(batch)
+        return batch, record

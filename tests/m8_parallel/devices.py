@@ -1,0 +1,65 @@
+"""GPUs of ranks, without one: a device that is late, and graphs that contain collectives."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from m6_multimodal_pd.overlap.engine_core import OverlapEngineCore
+from m8_parallel.overlap import OverlapParallelEngineCore, ParallelLauncher
+from m8_parallel.ranks import Interrupted
+from tests.m6_multimodal_pd.late_launcher import LateLauncher
+from tests.m6_multimodal_pd.recorded_graphs import Capture, RecordedGraph, record, use_static_kernels, want
+
+
+class LateRank(LateLauncher, ParallelLauncher):
+    """A late device of a rank."""
+
+
+def record_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make an all-reduce one call of a graph, as NCCL's is; it has the group of its capture."""
+    all_reduce = dist.all_reduce
+
+    def reduce_and_record(tensor: Tensor, *operation: Any) -> None:
+        group = dist.group.WORLD
+
+        def run() -> None:
+            assert dist.group.WORLD is group, "the group of this graph is gone"
+            try:
+                with _disable_current_modes():
+                    all_reduce(tensor, *operation)
+            except RuntimeError:  # a kernel tells its host nothing, which finds out at the next collective of hosts
+                raise Interrupted from None
+
+        run()
+        if Capture.active is not None:
+            Capture.active.graph.calls.append(run)
+
+    monkeypatch.setattr(dist, "all_reduce", reduce_and_record)
+
+
+@contextmanager
+def devices(
+    *, graphs: bool = False, late: bool = False, seed: int | None = None, at_once: float = 0.5
+) -> Iterator[list[RecordedGraph]]:
+    """In the block engines of ranks have such devices; yields the graphs that they make. `at_once`: the share of steps
+    that are computed when they are launched."""
+    with pytest.MonkeyPatch.context() as patch:
+        found: list[RecordedGraph] = []
+        if graphs:
+            found = record(patch)
+            want(patch)
+            use_static_kernels(patch, "m8_parallel.model_loader")
+            record_collectives(patch)
+        if late:
+            rng = Random(seed or 0)  # the same on all ranks: it decides the order of their collectives
+            patch.setattr(OverlapParallelEngineCore, "launcher_class", LateRank)
+            patch.setattr(OverlapEngineCore, "launcher_class", LateLauncher)
+            patch.setattr(LateLauncher, "rng", rng)
+            patch.setattr(LateLauncher, "at_once", at_once)
+        yield found
