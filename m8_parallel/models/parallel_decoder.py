@@ -104,10 +104,10 @@ class RankPart:
         return torch.cat(parts, 1)[:, :vocab_size]
 
 
-def layer_by_layer(decoder: Decoder, kv: KVStorage) -> None:
-    """Run the layers one operation at a time: all-reduces are between them."""
-    if kv.step is not None:
-        kv.step, decoder.eager_reason = None, "an all-reduce follows the attention and the MLP of each layer"
+def layer_by_layer(decoder: Decoder) -> None:
+    """Run the layers one operation at a time, also where they could be one call: all-reduces are between them."""
+    if decoder.backend.name == "native":
+        decoder.eager_reason = "an all-reduce follows the attention and the MLP of each layer"
 
 
 class ParallelDecoder(Decoder):
@@ -123,7 +123,7 @@ class ParallelDecoder(Decoder):
         return self.part.embed(self.embedding, input_ids)
 
     def use_kv(self, kv: KVStorage) -> None:
-        layer_by_layer(self, kv)
+        layer_by_layer(self)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.part.gathered(self.head(hidden))
@@ -142,7 +142,7 @@ class ParallelVLDecoder(Qwen3VLDecoder):
         return self.part.embed(self.embedding, input_ids)
 
     def use_kv(self, kv: KVStorage) -> None:
-        layer_by_layer(self, kv)
+        layer_by_layer(self)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.part.gathered(self.head(hidden))

@@ -11,14 +11,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from m6_multimodal_pd.overlap.engine_core import OverlapEngineCore
-from m8_parallel.overlap import OverlapParallelEngineCore, ParallelLauncher
+from m8_parallel.overlap import OverlapParallelEngineCore
 from m8_parallel.ranks import Interrupted
 from tests.m6_multimodal_pd.late_launcher import LateLauncher
 from tests.m6_multimodal_pd.recorded_graphs import Capture, RecordedGraph, record, use_static_kernels, want
 
 
-class LateRank(LateLauncher, ParallelLauncher):
-    """A late device of a rank."""
+class LateRank(LateLauncher):
+    """A late device of a rank, beside the launcher of ranks. What its runner is told to fail at is `queued`."""
+
+    def _choose(self, *args: Any) -> Any:
+        chosen = super()._choose(*args)
+        if hasattr(self.runner, "fail"):
+            self.runner.fail("queued")
+        return chosen
 
 
 def record_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +64,8 @@ def devices(
             record_collectives(patch)
         if late:
             rng = Random(seed or 0)  # the same on all ranks: it decides the order of their collectives
-            patch.setattr(OverlapParallelEngineCore, "launcher_class", LateRank)
+            of_rank = type("LateRank", (LateRank, OverlapParallelEngineCore.launcher_class), {})
+            patch.setattr(OverlapParallelEngineCore, "launcher_class", of_rank)
             patch.setattr(OverlapEngineCore, "launcher_class", LateLauncher)
             patch.setattr(LateLauncher, "rng", rng)
             patch.setattr(LateLauncher, "at_once", at_once)

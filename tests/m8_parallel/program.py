@@ -253,11 +253,13 @@ class Seen:
 
 
 class Failing(ParallelModelRunner):
-    """Fails once on one rank: in the phase `where` of its third step. In its own `sample`, see `FailingInSample`."""
+    """Fails once on one rank: in the phase `where` of its third step. In `queued` see `LateRank`, in `sample`
+    `FailingInSample`."""
 
     rank, where, calls = 0, "", 0
 
-    def _fail(self, where: str) -> None:
+    def fail(self, where: str) -> None:
+        """Fail if this is the phase."""
         if where == self.where and self.rank == RANK:
             self.calls += 1
             if self.calls == 3:
@@ -265,12 +267,12 @@ class Failing(ParallelModelRunner):
 
     def drafted(self, batch: Any) -> Any:
         """Fail before the drafts are sent."""
-        self._fail("drafts")
+        self.fail("drafts")
         return super().drafted(batch)
 
     def forward(self, batch: Any) -> torch.Tensor:
         """Fail before, or between two layers."""
-        self._fail("before")
+        self.fail("before")
         if self.where == "between" and self.rank == RANK:
             layer = self.model.layers[-1]
             mlp, layer.mlp = layer.mlp, self._failing  # type: ignore[assignment]
@@ -282,7 +284,7 @@ class Failing(ParallelModelRunner):
         return super().forward(batch)
 
     def _failing(self, hidden: torch.Tensor) -> torch.Tensor:
-        self._fail("between")
+        self.fail("between")
         return self._mlp(hidden)
 
 
@@ -291,7 +293,7 @@ class FailingInSample(Failing):
 
     def sample(self, *args: Any) -> Any:
         """Fail after the forward."""
-        self._fail("sample")
+        self.fail("sample")
         return super().sample(*args)
 
 
@@ -323,6 +325,15 @@ def fail(
         "num_graphs": [num_graphs, len(made)],
         "num_replays": [graph.num_replays for graph in made],
     }
+
+
+def on_cpus(model: str, backend: str) -> dict[str, Any]:
+    """Why the steps of ranks on CPUs do not overlap, though they may."""
+    seen = Seen("normal_order")
+    given = configs(model, backend=backend, late=True) | {"trace_config": TraceConfig(readers=(seen,))}
+    with LLMEngine(**given, **parallel()) as engine:
+        tokens = list(engine.generate(PROMPTS[0], PARAMS[0]).token_ids)
+    return {"reasons": [event.reason for event in seen.events], "num_tokens": len(tokens)}
 
 
 def uncapturable(model: str, rank: int) -> dict[str, Any]:
@@ -522,10 +533,12 @@ class Differing(SchedulePolicy):
         return found._replace(ready=found.ready[::-1]) if RANK else found
 
 
-def differ(model: str) -> dict[str, Any]:
+def differ(model: str, late: bool) -> dict[str, Any]:
     """Ranks that decide differently; the job ends."""
-    engine = LLMEngine(**configs(model, chunks=True), **parallel(), parts={"schedule_policy": Differing})
-    outputs = engine.generate_batch(PROMPTS, PARAMS[0])
+    with devices(late=late):
+        given = configs(model, chunks=True, late=late)
+        engine = LLMEngine(**given, **parallel(), parts={"schedule_policy": Differing})
+        outputs = engine.generate_batch(PROMPTS, PARAMS[0])
     return {"errors": [f"{type(output.error).__name__}: {output.error}" for output in outputs.values()]}
 
 
@@ -557,6 +570,7 @@ CASES = {
         logprobs,
         golden,
         fail,
+        on_cpus,
         uncapturable,
         use,
         end,

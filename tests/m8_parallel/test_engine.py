@@ -106,6 +106,22 @@ def test_some_ways_at_once(groups: Groups, models: Models, case: dict[str, Any])
     check_same(groups(2), models, case)
 
 
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("torch", "the torch backend has no thread that runs all layers"),
+        ("native", "an all-reduce follows the attention and the MLP of each layer"),
+    ],
+)
+def test_on_cpus_the_trace_says_why_steps_of_ranks_do_not_overlap(
+    groups: Groups, models: Models, backend: str, reason: str
+) -> None:
+    if backend == "native" and native_library.obstacle():
+        pytest.skip("no C++ compiler")
+    found = groups(2).ask("on_cpus", model=models("qwen3"), backend=backend)
+    assert found == {"reasons": [reason], "num_tokens": 12}
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_ranks_launch_a_step_behind_one_in_flight(groups: Groups, models: Models, graphs: bool) -> None:
     found = check_same(groups(2), models, {"model": "qwen3", "backend": "torch", "late": True, "graphs": graphs})
@@ -219,7 +235,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_the_engine_goes_on(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("where", ["before", "sample"])
+@pytest.mark.parametrize("where", ["before", "queued", "sample"])
 def test_a_launched_step_that_fails_on_one_rank_fails_on_all(
     groups: Groups, models: Models, rank: int, where: str
 ) -> None:
@@ -302,10 +318,13 @@ def test_settings_that_ranks_cannot_follow_are_refused_on_all(groups: Groups, mo
 
 
 @pytest.mark.exhaustive
-def test_ranks_that_decide_differently_end_the_job_with_both_decisions(models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_that_decide_differently_end_the_job_with_both_decisions(
+    models: Models, tmp_path: Path, late: bool
+) -> None:
     group = Group(2, tmp_path / "group")
     try:
-        for error in group.ask("differ", model=models("qwen3"))["errors"]:
+        for error in group.ask("differ", model=models("qwen3"), late=late)["errors"]:
             assert error.startswith("RanksDifferError: in step 1 the ranks have decided differently")
             assert "rank 0 runs req-0 (16 tokens of 21)" in error and "rank 1 runs req-1 (" in error
         group.process.wait(60)
