@@ -1,15 +1,17 @@
 """m6's engine core on a rank. Rank 0 has the user; the other ranks receive its inputs and run the same steps."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast, get_args
 
 import msgspec
 
 from m1_single_request.errors import EngineDeadError, EngineError
 from m1_single_request.outputs import RequestOutput
+from m1_single_request.request import Request
 from m4_radix_cache.llm_engine import Tier
 from m6_multimodal_pd.disaggregation.runtime.jobs import resume
 from m6_multimodal_pd.engine_core import EngineCore
@@ -40,7 +42,8 @@ from m8_parallel.trace import RanksTraceReader
 class ParallelEngineCore(EngineCore):
     """The engine core of a rank. `run_step`, `abort_request`, `flush_cache`, `update_weights`, `stats` and `close`
     happen on all ranks; `follow` is what a rank does that has no user. A rank that is dead (`_judged`), or whose call
-    was interrupted (`changing`), leaves the job."""
+    was interrupted (`changing`), leaves the job. `step` begins on all ranks; what rank 0 alone finds in it, because it
+    makes the outputs (`_make_outputs`, `_fail`), is an input of the next one."""
 
     scheduler: ParallelScheduler
 
@@ -52,7 +55,9 @@ class ParallelEngineCore(EngineCore):
         """Of the Chrome trace of all ranks."""
         self.has_ended = False
         """Whether this rank has left the job, or tries to."""
-        self._late_aborts: list[str] = []  # by a trace reader inside a step; the other ranks get them with the next one
+        self._late: list[Callable[[], object]] = []
+        """What this rank alone marks inside a step. It is done when the step ends, as an input of the next one."""
+        self._is_making_outputs = False
 
     @property
     def ranks(self) -> Ranks:
@@ -77,8 +82,23 @@ class ParallelEngineCore(EngineCore):
         """Mark a request to end, as in m1; inside a step that is done when it ends."""
         if not self.scheduler.in_step:
             return super().abort_request(request_id)
-        self._late_aborts.append(request_id)
+        self._late.append(partial(super().abort_request, request_id))  # by a trace reader
         return self.is_unfinished(request_id)
+
+    def _make_outputs(self, changed: Iterable[Request]) -> dict[str, RequestOutput]:
+        self._is_making_outputs = True
+        try:
+            return super()._make_outputs(changed)
+        finally:
+            self._is_making_outputs = False
+
+    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        """Mark requests as in m1. Other ranks make no outputs before a request ends, so they cannot fail there."""
+        fail = partial(super()._fail, request_ids, error)
+        if self._is_making_outputs:
+            self._late.append(fail)
+        else:
+            fail()
 
     def step(self) -> dict[str, RequestOutput]:
         """Begin a step on all ranks, and compute it as in m6."""
@@ -91,9 +111,9 @@ class ParallelEngineCore(EngineCore):
             return super().run_step()
         finally:
             self.scheduler.in_step = False
-            aborts, self._late_aborts = self._late_aborts, []
-            for request_id in aborts:
-                super().abort_request(request_id)
+            late, self._late = self._late, []
+            for mark in late:
+                mark()
 
     def update_weights(self, model: str) -> None:
         """Exchange the weights of all ranks, as in m6."""

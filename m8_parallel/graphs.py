@@ -18,7 +18,8 @@ from m8_parallel.ranks import Collective, Ranks
 
 
 class GraphRunnerOfRank(GraphRunner):
-    """The graphs of a rank. `takes` refuses those of a group that is gone; each call counts its collectives."""
+    """The graphs of a rank. `takes` refuses those of a group that is gone, `_run` notes the collectives of a graph, and
+    `__call__` counts them."""
 
     def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
         """As m6's. Every rank calls this."""
@@ -44,7 +45,8 @@ class GraphRunnerOfRank(GraphRunner):
 
 
 class GraphCaptureOfRank(GraphCapture):
-    """Captures on all ranks; what cannot be captured on one of them runs eagerly on all."""
+    """Captures on all ranks: what one of them cannot capture (`_captured`) runs eagerly on all, and `capture` replaces
+    earlier graphs."""
 
     def __init__(self, ranks: Ranks, capture: GraphCapture) -> None:
         """`capture`: of an engine without ranks."""

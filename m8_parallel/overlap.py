@@ -71,7 +71,7 @@ class ParallelLauncher(Launcher):
 
 
 class OverlapParallelEngineCore(ParallelEngineCore, OverlapEngineCore):
-    """Both: the engine core of a rank, with one step in flight."""
+    """Both: the engine core of a rank, with one step in flight. `_schedule` also compares decisions."""
 
     usual_parts: ClassVar = UsualParts(scheduler=ParallelScheduler, model_runner=ParallelModelRunner)
     launcher_class: ClassVar = ParallelLauncher

@@ -43,32 +43,40 @@ class BackendOfRank:
         experts = self.backend.experts(gate_up, down, num_experts)
         if not self.shard.expert_parallel:
             return experts
-        return LocalExperts(experts, self.shard.first_expert, num_experts, in_graphs=self.backend.name == CAPTURABLE)
+        local = CapturableExperts if self.backend.name == CAPTURABLE else LocalExperts
+        return local(experts, self.shard.first_expert, num_experts)
 
 
 class LocalExperts:
     """The experts of this rank alone: pairs of a token and another rank's expert are left out."""
 
-    def __init__(self, experts: Any, first: int, count: int, *, in_graphs: bool) -> None:
-        """`in_graphs`: a captured step may not ask which pairs are left, so the first expert computes the others, too,
-        with a weight of zero."""
-        self.experts, self.first, self.count, self.in_graphs = experts, first, count, in_graphs
+    def __init__(self, experts: Any, first: int, count: int) -> None:
+        self.experts, self.first, self.count = experts, first, count
         self.gate_up, self.down = experts.gate_up, experts.down
 
     def __call__(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return this rank's part of the weighted sums."""
         own = experts - self.first
         is_own = (own >= 0) & (own < self.count)
-        if self.in_graphs:
-            pairs, top_k = hidden.repeat_interleave(own.shape[1], 0), own.shape[1]
-            weights = weights.where(is_own, 0)
-            outputs = self.experts(pairs, own.where(is_own, 0).view(-1, 1), weights.view(-1, 1))
-            return outputs.view(-1, top_k, hidden.shape[1]).sum(1)
         tokens, _ = is_own.nonzero(as_tuple=True)
         sums = torch.zeros_like(hidden)
         if len(tokens):
             outputs = self.experts(hidden[tokens], own[is_own][:, None], weights[is_own][:, None])
             sums.index_add_(0, tokens, outputs)
+        return sums
+
+
+class CapturableExperts(LocalExperts):
+    """`LocalExperts` for a captured step, which may not ask which pairs are left: `__call__` lets the first expert
+    compute the others, too, with a weight of zero."""
+
+    def __call__(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return this rank's part of the weighted sums."""
+        own, top_k = experts - self.first, experts.shape[1]
+        is_own = (own >= 0) & (own < self.count)
+        chosen, weights = own.where(is_own, 0), weights.where(is_own, 0)
+        outputs = self.experts(hidden.repeat_interleave(top_k, 0), chosen.view(-1, 1), weights.view(-1, 1))
+        sums: Tensor = outputs.view(-1, top_k, hidden.shape[1]).sum(1)
         return sums
 
 

@@ -19,6 +19,7 @@ import torch
 
 import m6_multimodal_pd as m6
 import m8_parallel
+from m3_paged_attention.output_processor import OutputProcessor
 from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m8_parallel import (
     CacheConfig,
@@ -423,6 +424,32 @@ def end(model: str, late: bool = False) -> dict[str, Any]:
     return {"together": found[: len(found) // 2], "alone": found[len(found) // 2 :]}
 
 
+class Spoiling(OutputProcessor):
+    """Fails at the third output of a request, which only rank 0 makes: the others make the last one."""
+
+    def make_output(self, request: Any) -> Any:
+        """Return the output."""
+        if request.request_id == "spoilt" and len(request.output_ids) == 3:
+            raise ValueError("no words for this token")
+        return super().make_output(request)
+
+
+def spoil(model: str, late: bool = False) -> dict[str, Any]:
+    """The ends of requests, the outputs of one of which cannot be made."""
+    found, given = [], configs(model, chunks=True, late=late)
+    for cls in (LLMEngine, m6.LLMEngine):
+        more = parallel() if cls is LLMEngine else {}
+        with devices(late=late), cls(**given, **more, parts={"output_processor": Spoiling}) as engine:
+            for rid, prompt in (("kept", PROMPTS[0]), ("spoilt", PROMPTS[2])):
+                engine.add_request(prompt, PARAMS[0], request_id=rid)
+            outputs: dict[str, Any] = {}
+            while engine.has_unfinished_requests():
+                outputs |= engine.step()
+            found.append([[rid, str(each.error), ends_of(each)] for rid, each in sorted(outputs.items())])
+            found[-1] += [answers(engine, model, 1), engine.stats().kv_tokens]
+    return {"together": found[0], "alone": found[1]}
+
+
 def ends_of(output: Any) -> list[Any]:
     """The tokens of each output of a request."""
     return [list(one.token_ids) for one in getattr(output, "outputs", None) or [output]]
@@ -570,6 +597,7 @@ CASES = {
         logprobs,
         golden,
         fail,
+        spoil,
         on_cpus,
         uncapturable,
         use,

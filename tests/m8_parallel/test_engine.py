@@ -197,6 +197,14 @@ def test_several_outputs_end_together_on_all_ranks(groups: Groups, models: Model
     assert sum(map(len, ends["several"][1])) > 0
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_request_whose_output_cannot_be_made_ends_on_all_ranks(groups: Groups, models: Models, late: bool) -> None:
+    found = groups(2).ask("spoil", model=models("qwen3"), late=late)
+    assert found["together"] == found["alone"]
+    (_, kept, _), (_, spoilt, _), *_ = found["together"]
+    assert (kept, spoilt) == ("None", "no words for this token")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("late", [False, True])
 def test_each_rank_reads_images_in_processes_of_its_own(groups: Groups, models: Models, late: bool) -> None:
