@@ -153,6 +153,7 @@ class GraphRunner:
         self.sizes = {width: limits.sizes(width) for width in (1, limits.width)}
         """Numbers of tokens of the buckets of each width."""
         self._layers, self._captured_layers = model.layers, list(model.layers)
+        self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         buckets = limits.buckets()
         self.inputs = StepInputs(limits, kv.config.spec.block_size, model.device)
         hidden_size = model.config.hidden_size
@@ -161,7 +162,6 @@ class GraphRunner:
             self._run(model, kv, bucket)  # warm-up: what is compiled or allocated at a first call may not be captured
         used = _used_bytes(model.device, is_alone)
         memory = torch.cuda.graph_pool_handle()  # of the largest graph; each smaller one uses a part of it
-        self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         for bucket in buckets:
             self._graphs[bucket] = graph = torch.cuda.CUDAGraph()
             # Another engine's thread may allocate memory meanwhile, which a capture in "global" mode would forbid.
@@ -200,6 +200,11 @@ class GraphRunner:
         self.inputs.pad_batch(input_ids, positions, metadata, bucket)
         self._graphs[bucket].replay()
         return self.output[: len(input_ids)]
+
+    def reset(self) -> None:
+        """Destroy the graphs: none may be replayed any more."""
+        for graph in self._graphs.values():
+            graph.reset()
 
     def _run(self, model: Decoder, kv: KVStorage, bucket: Bucket) -> None:
         input_ids, positions, _ = self.inputs.tokens[:, : bucket.num_tokens]

@@ -203,9 +203,9 @@ class ParallelEngineCore(EngineCore):
             rank=ranks.rank,
             weight_bytes=worker.model_runner.weight_bytes,
             kv_bytes=worker.model_runner.kv.blocks.nbytes,
-            num_collectives=ranks.num_collectives,
-            collective_bytes=ranks.num_bytes,
-            collective_seconds=ranks.seconds,
+            num_collectives=ranks.record.num_collectives,
+            collective_bytes=ranks.record.num_bytes,
+            collective_seconds=ranks.record.seconds,
         )
         found = ranks.gather_bytes(msgspec.msgpack.encode(own))
         return tuple(msgspec.msgpack.decode(part, type=RankStats) for part in found)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from m1_single_request.trace_event import Event, size, some, volatile
+from m8_parallel.collective_record import Collective
 from m8_parallel.models.shards import Shard
-from m8_parallel.ranks import Collective, Ranks
+from m8_parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """m6's CUDA graphs on a rank: a captured step contains its all-reduces.
 
 With NCCL a collective is a kernel, so a graph starts it with all others, and no host takes part. All ranks replay or
-none does: padded tokens are in the sums, too. A graph has the group of its capture; when the ranks have formed a new
-one, after an error in a step, they capture again. vLLM captures the same, and has its own all-reduce for it.
+none does: padded tokens are in the sums, too. A graph has the group of its capture, and NCCL does not end a group that
+a graph has: before the ranks leave it, they destroy their graphs (`Ranks.graphs`). When they have formed a new one,
+after an error in a step, they capture again. vLLM captures the same, and has its own all-reduce for it.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
 from m6_multimodal_pd.graph_runner import Bucket, GraphCapture, GraphLimits, GraphRunner
-from m8_parallel.ranks import Collective, Ranks
+from m8_parallel.collective_record import Collective
+from m8_parallel.ranks import Ranks
 
 
 class GraphRunnerOfRank(GraphRunner):
@@ -25,6 +27,8 @@ class GraphRunnerOfRank(GraphRunner):
         """As m6's. Every rank calls this."""
         self.ranks, self.group = ranks, ranks.num_groups
         self.collectives: dict[Bucket, list[Collective]] = {}
+        self._graphs = {}
+        ranks.graphs.add(self)
         super().__init__(*args, **kwargs)
 
     def takes(self, metadata: AttentionMetadata) -> bool:
@@ -35,13 +39,16 @@ class GraphRunnerOfRank(GraphRunner):
         """Return the hidden states, as in m6."""
         hidden, bucket = super().__call__(input_ids, positions, metadata), self.bucket(metadata)
         assert bucket is not None
-        self.ranks.replayed(self.collectives[bucket])
+        self.ranks.record.replayed(self.collectives[bucket])
         return hidden
 
     def _run(self, model: Decoder, kv: KVStorage, bucket: Bucket) -> None:
-        before = len(self.ranks.calls)
+        before = len(self.ranks.record.calls)
         super()._run(model, kv, bucket)
-        self.collectives[bucket] = self.ranks.calls[before:]
+        self.collectives[bucket] = self.ranks.record.calls[before:]
+        if model.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self.ranks.meet_in_step()  # one that has failed, or compiles kernels for long, is waited for on the host
+            self.ranks.wait_for()
 
 
 class GraphCaptureOfRank(GraphCapture):
@@ -68,7 +75,8 @@ class GraphCaptureOfRank(GraphCapture):
                 runner = captured(model, kv, limits)
             except torch.AcceleratorError as error:  # something in the step cannot be captured: the device is not lost
                 raise RuntimeError(str(error)) from error
-            self.ranks.smallest(0)
+            self.ranks.meet_in_step()
             return runner
 
-        return self.ranks.together(capture)
+        with self.ranks.record.uncounted():
+            return self.ranks.together(capture)

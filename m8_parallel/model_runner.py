@@ -71,7 +71,7 @@ class ParallelModelRunner(ModelRunner):
                 self.capture_graphs()  # those of before have the group that the ranks have left
             raise
         finally:
-            self.tracer.emit(Collectives.of, self.ranks, self.ranks.taken())
+            self.tracer.emit(Collectives.of, self.ranks, self.ranks.record.taken())
 
     def sample(
         self, batch: ModelWorkerBatch, forward_batch: ForwardBatch, hidden: Tensor, drafts: Drafts | None = None
@@ -81,7 +81,7 @@ class ParallelModelRunner(ModelRunner):
             return super().sample(batch, forward_batch, hidden, drafts)
         if self.device.type == "cuda":
             self.ranks.smallest(0)  # the step is queued on all: no host waits for a device that waits for another rank
-            self.ranks.wait_for(self._now())
+            self.ranks.wait_for()
         has_logits = any(batch.sample_lens)
         if self.ranks.is_first:
             output = super().sample(batch, forward_batch, hidden, drafts)
@@ -120,13 +120,6 @@ class ParallelModelRunner(ModelRunner):
         drafted: Drafted = from_bytes(self.ranks.receive())
         drafts = drafts._replace(token_ids=[list(ids) for ids in drafted.token_ids])
         return batch.with_drafts(drafts.token_ids), drafts
-
-    @staticmethod
-    def _now() -> Any:
-        """Return an event of CUDA behind all that is queued."""
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def _gather_nothing(self) -> None:
         """Gather a placeholder in a step without logits: rank 0 sends the outcome only after all forwards are done."""

@@ -3,8 +3,8 @@
 Which step is launched behind which is a decision of the host, so all ranks launch the same. The tokens of a step that
 the device chooses are those of rank 0: they are broadcast behind the choice, on the device, where the next step reads
 them, and once more when they arrive, for the books of the other ranks. A part of a step (launch or arrival) ends on no
-rank before it has ended on all, so what fails on one of them fails in the same part on all, with nothing queued that
-waits for a rank which does not come.
+rank before it has ended on all, so what fails on one of them fails in the same part on all. A step in flight ends with
+the same error: its collectives end when the ranks leave their group, and its numbers are wrong.
 
 On CPUs collectives stand between the operations of a step, and its host makes them: steps do not overlap there.
 """
@@ -12,7 +12,7 @@ On CPUs collectives stand between the operations of a step, and its host makes t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from m6_multimodal_pd.overlap.choice import Choice
 from m6_multimodal_pd.overlap.engine_core import InFlight, OverlapEngineCore, UsualParts
 from m6_multimodal_pd.overlap.launcher import ForwardOutput, Launcher
 from m8_parallel.engine_core import ParallelEngineCore
+from m8_parallel.errors import RankLostError
 from m8_parallel.messages import to_bytes
 from m8_parallel.model_runner import ParallelModelRunner, outcome_of
 from m8_parallel.scheduler import ParallelScheduler
@@ -49,13 +50,35 @@ class ChoiceOfRank:
 
 
 class ParallelLauncher(Launcher):
-    """The launcher of a rank. `_run` ends on all ranks at once, `_choose` is that of rank 0, and `_wait_for` ends with
-    an error if another rank is lost."""
+    """The launcher of a rank. `_run` ends on all ranks at once, an error for all steps in flight; `_choose` is that of
+    rank 0; `wait` and `_wait_for` end if another rank is lost."""
 
     runner_class = ParallelModelRunner
 
+    def __init__(self, *args: Any) -> None:
+        """As m6's."""
+        super().__init__(*args)
+        self._flying: list[ForwardOutput] = []
+
+    def wait(self) -> None:
+        """Return when no step runs. If another rank is lost, leave the job: that ends what waits for it."""
+        ranks = self.runner.ranks
+        try:
+            if self.is_cuda:
+                ranks.wait_for()
+        except RankLostError as error:
+            ranks.leave(str(error))
+        super().wait()
+
     def _run(self, part: Callable[[ForwardOutput], None], launched: ForwardOutput) -> None:
         super()._run(partial(self.runner.on_all_ranks, part), launched)
+        others = [each for each in self._flying if each is not launched]
+        if launched.error is not None:
+            for each in others:
+                each.error = launched.error
+            self._flying = []
+        else:
+            self._flying = others if launched.output is not None else [*others, launched]
 
     def _wait_for(self, event: Any) -> None:
         self.runner.ranks.wait_for(event)
@@ -73,8 +96,8 @@ class ParallelLauncher(Launcher):
 class OverlapParallelEngineCore(ParallelEngineCore, OverlapEngineCore):
     """Both: the engine core of a rank, with one step in flight. `_schedule` also compares decisions."""
 
-    usual_parts: ClassVar = UsualParts(scheduler=ParallelScheduler, model_runner=ParallelModelRunner)
-    launcher_class: ClassVar = ParallelLauncher
+    usual_parts = UsualParts(scheduler=ParallelScheduler, model_runner=ParallelModelRunner)
+    launcher_class = ParallelLauncher
 
     def __init__(self, **parts: Any) -> None:
         """`parts`: as m6's."""
@@ -84,6 +107,5 @@ class OverlapParallelEngineCore(ParallelEngineCore, OverlapEngineCore):
 
     def _schedule(self, before: InFlight | None) -> tuple[ScheduleBatch | None, Any]:
         batch, record = super()._schedule(before)
-        if self.obstacle is None:
-            self.scheduler.compare(batch)
+        self.scheduler.compare(batch)
         return batch, record

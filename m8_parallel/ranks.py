@@ -5,7 +5,7 @@ ranks enter together, each with its own tensor: an all-reduce adds the tensors u
 broadcast takes one from rank 0 to all. `torch.distributed` has them, over gloo or NCCL, and a store in which ranks
 leave notes. Here is what an engine needs besides:
 
-    a record of each collective (`calls`), bytes of any length, and typed errors
+    a record of all collectives (`record`), bytes of any length, and typed errors
     `meet`: a wait for all ranks that is no collective, because one may load or think for minutes
     `agree`: the error of one rank is the error of all
     `form_anew`: an error inside a step; the others leave their collective at once, and all can go on
@@ -17,10 +17,11 @@ import math
 import re
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -31,6 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
 from m1_single_request.errors import EngineDeadError
 from m6_multimodal_pd.disaggregation.runtime.jobs import error_of, fault_of
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault
+from m8_parallel.collective_record import Collective, CollectiveRecord
 from m8_parallel.errors import RankLostError, RanksDifferError
 from m8_parallel.watch import Watch
 
@@ -41,17 +43,6 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
 """Between two looks for a note."""
 LOOKS_PER_NOTE = 200
 """Looks at a device for each one into the store."""
-
-
-class Collective(NamedTuple):
-    """A collective of this rank."""
-
-    kind: str
-    num_bytes: int
-    """Size of this rank's tensor."""
-    began: float
-    """By `time.perf_counter`."""
-    seconds: float
 
 
 class Interrupted(Exception):
@@ -81,12 +72,11 @@ class Ranks:
         """Whether this rank has the user, and others to tell what comes in."""
         self.in_step = False
         """Whether another rank may leave the group, because of an error of the step."""
-        self.calls: list[Collective] = []
-        """Since the last look of `taken`."""
-        self.num_collectives, self.num_bytes, self.seconds = 0, 0, 0.0
-        """Of all collectives."""
+        self.record = CollectiveRecord()
         self.num_groups = 0
         """Number of groups that have been formed."""
+        self.graphs: WeakSet[Any] = WeakSet()
+        """What has CUDA graphs of the group."""
         self._messages = self._meetings = self._agreements = self._arrivals = 0
         if size > 1:
             self.meet()
@@ -179,30 +169,13 @@ class Ranks:
                 self._raise_left(why)
             raise self._lost(re.sub(r"^\[.*?\] |\. .*", "", str(error).splitlines()[0])) from error
         seconds = time.perf_counter() - began
-        self._count(Collective(kind, tensor.nbytes, began, seconds))
-
-    def _count(self, call: Collective) -> None:
-        self.calls.append(call)
-        self.num_collectives += 1
-        self.num_bytes += call.num_bytes
-        self.seconds += call.seconds
-
-    def replayed(self, calls: Sequence[Collective]) -> None:
-        """Count collectives that a CUDA graph has made once more: only the device knows how long they take."""
-        now = time.perf_counter()
-        for call in calls:
-            self._count(call._replace(began=now, seconds=0.0))
+        self.record.add(Collective(kind, tensor.nbytes, began, seconds))
 
     def _raise_left(self, why: str) -> None:
         """Raise what it means for this rank that another one has left the group (`_why_left`)."""
         if self.in_step and not why:
             raise Interrupted
         raise self._lost(why or "another rank has left a step that has ended here")
-
-    def taken(self) -> tuple[Collective, ...]:
-        """Return the collectives since the last look."""
-        calls, self.calls = tuple(self.calls), []
-        return calls
 
     # --- notes in the store -------------------------------------------------------------------------------------------
 
@@ -228,14 +201,24 @@ class Ranks:
 
     def meet_in_step(self) -> None:
         """`meet` inside a step, which ends if another rank leaves the group."""
+        if self.size == 1:
+            return
         self._arrivals += 1
         key, number = f"arrivals {self.num_groups}", self._arrivals * self.size
         self._note(lambda: self.store.add(key, 1))
         self._wait(lambda: self._why_left() is not None or self.store.add(key, 0) >= number, self.long_timeout_s)
         self._check_in_step()
 
-    def wait_for(self, event: Any) -> None:
-        """Wait for an event of CUDA, in short looks: if another rank is lost, or leaves the step, it may never come."""
+    def wait_for(self, event: Any = None) -> None:
+        """Wait for an event of CUDA, in short looks: if another rank is lost, or leaves the step, it may never come.
+
+        None: for all that is queued now.
+        """
+        if self.size == 1:
+            return
+        if event is None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
         looks = 0
         while not event.query():
             looks += 1
@@ -279,10 +262,10 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def together(self, call: Callable[[], T]) -> T:
-        """Return `call()`, which ends with a collective: a part of a step. Every rank calls this.
+        """Return `call()`, a part of a step. Every rank calls this.
 
-        An error of one rank is raised on all. Then they have left their group, so that none of them waits in a
-        collective for ever, and have formed the next one.
+        It ends with a meeting, or a message of rank 0. An error of one rank before that is raised on all. Then they
+        have left their group, so that none waits in a collective for ever, and have formed the next one.
         """
         self.in_step = True
         try:
@@ -293,6 +276,7 @@ class Ranks:
         except Exception as error:
             if self.size == 1:
                 raise
+            traceback.clear_frames(error.__traceback__)
             self.form_anew()
             agreed = self.agree(None if isinstance(error, Interrupted) else error)
             raise agreed or RanksDifferError("another rank has left the step without an error") from None
@@ -321,6 +305,8 @@ class Ranks:
         key = f"left {self.num_groups}"
         if not self._why_left():
             self._note(lambda: self.store.set(key, why))
+        for graphs in list(self.graphs):
+            graphs.reset()  # first: NCCL waits for graphs that have the group
         if dist.is_initialized():
             _abort_process_group()  # the public function waits for kernels of NCCL, and they for other ranks
 
@@ -342,6 +328,9 @@ class Ranks:
         timeout = timedelta(seconds=self.step_timeout_s)
         try:
             dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+            if "nccl" in self.backend:  # its watchdog would end the process; the hosts meet behind each part of a step
+                nccl: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+                nccl.set_timeout(timedelta(seconds=self.long_timeout_s))
         except (RuntimeError, ValueError) as error:
             raise self._lost(str(error).splitlines()[0]) from error
 
@@ -386,5 +375,7 @@ class Ranks:
         self.leads = False
         if self.watch is not None:
             self.watch.close()
+            for graphs in list(self.graphs):
+                graphs.reset()
             if self.num_groups and dist.is_initialized():
                 dist.destroy_process_group()

@@ -14,7 +14,7 @@ import copy
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,8 +82,8 @@ class OverlapEngineCore(EngineCore):
     and `close` first drop the step in flight, and `check_invariants` knows of it.
     """
 
-    usual_parts: ClassVar = UsualParts()
-    launcher_class: ClassVar = Launcher
+    usual_parts = UsualParts()
+    launcher_class: type[Launcher] = Launcher
 
     def __init__(self, **parts: Any) -> None:
         """`parts`: as m6's."""

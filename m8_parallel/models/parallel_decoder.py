@@ -17,7 +17,7 @@ from torch.nn import functional
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
-from m6_multimodal_pd.graph_runner import CAPTURABLE
+from m6_multimodal_pd.graph_runner import CAPTURABLE, MOST_TOKENS
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder, VisualTokens
 from m8_parallel.models.shards import Shard
 from m8_parallel.ranks import Ranks
@@ -67,16 +67,18 @@ class LocalExperts:
 
 
 class CapturableExperts(LocalExperts):
-    """`LocalExperts` for a captured step, which may not ask which pairs are left: `__call__` lets the first expert
-    compute the others, too, with a weight of zero."""
+    """`LocalExperts` for captured steps, which may not ask which pairs are left: `__call__` lets the first expert
+    compute the others, too, and drops that. Steps of more tokens are not captured."""
 
     def __call__(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return this rank's part of the weighted sums."""
+        if len(hidden) > MOST_TOKENS:
+            return super().__call__(hidden, experts, weights)
         own, top_k = experts - self.first, experts.shape[1]
         is_own = (own >= 0) & (own < self.count)
-        chosen, weights = own.where(is_own, 0), weights.where(is_own, 0)
-        outputs = self.experts(hidden.repeat_interleave(top_k, 0), chosen.view(-1, 1), weights.view(-1, 1))
-        sums: Tensor = outputs.view(-1, top_k, hidden.shape[1]).sum(1)
+        chosen = own.where(is_own, 0).view(-1, 1)
+        outputs = self.experts(hidden.repeat_interleave(top_k, 0), chosen, weights.reshape(-1, 1))
+        sums: Tensor = outputs.where(is_own.view(-1, 1), 0).view(-1, top_k, hidden.shape[1]).sum(1)
         return sums
 
 

@@ -46,10 +46,15 @@ class RecordedGraph:
         self.pool = Pool()
         self.calls: list[Callable[[], object]] = []
         self.results: list[Tensor] = []
-        self.num_replays = 0
+        self.num_replays, self.is_reset = 0, False
+
+    def reset(self) -> None:
+        """Forget all calls."""
+        self.is_reset = True
 
     def replay(self) -> None:
         """Spoil the pool, then make all calls again."""
+        assert not self.is_reset, "this graph was destroyed"
         self.num_replays += 1
         with _disable_current_modes():
             for tensor in (*self.pool.written, *self.results):  # others have been spoiled before

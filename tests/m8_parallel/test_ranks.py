@@ -1,12 +1,15 @@
-"""What a rank does while its device waits for the others."""
+"""What a rank does while its device waits for the others, and what it does with a step in flight."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from m6_multimodal_pd.overlap.launcher import ForwardOutput
 from m8_parallel.errors import RankLostError
+from m8_parallel.overlap import ParallelLauncher
 from m8_parallel.ranks import Interrupted, Ranks
 
 
@@ -26,7 +29,7 @@ class Event:
 def ranks() -> Any:
     """A rank in a step."""
     found: Any = Ranks(store=dist.HashStore())
-    found.watch, found.in_step = SimpleNamespace(lost=None, is_raised=False), True
+    found.size, found.watch, found.in_step = 2, SimpleNamespace(lost=None, is_raised=False), True
     return found
 
 
@@ -48,3 +51,57 @@ def test_it_does_not_wait_where_another_rank_has_left_the_step(ranks: Any, why: 
     ranks.store.set("left 0", why)
     with pytest.raises(error, match=why or "^$"):
         ranks.wait_for(Event())
+
+
+@pytest.fixture
+def launcher() -> Any:
+    """A launcher whose parts of steps are what a test gives them."""
+    found: Any = ParallelLauncher.__new__(ParallelLauncher)
+    found.worker = SimpleNamespace(on_device=nullcontext(), step_threads=nullcontext())
+    found.runner = SimpleNamespace(on_all_ranks=lambda part, launched: part(launched))
+    found._flying = []
+    return found
+
+
+def step() -> Any:
+    """A step that is to be launched."""
+    return ForwardOutput(batch=None)  # type: ignore[arg-type]
+
+
+def launch(_: Any) -> None:
+    """Launch a step."""
+
+
+def fail(_: Any) -> None:
+    """Do not."""
+    raise MemoryError("no memory left")
+
+
+def arrive(launched: Any) -> None:
+    """Read the tokens of a step."""
+    launched.output = object()
+
+
+def test_a_step_in_flight_has_the_error_of_the_launch_behind_it(launcher: Any) -> None:
+    first, second, third = step(), step(), step()
+    launcher._run(launch, first)
+    launcher._run(fail, second)
+    assert first.error is second.error is not None
+    launcher._run(launch, third)
+    assert third.error is None
+
+
+def test_a_step_in_flight_has_the_error_of_the_arrival_before_it(launcher: Any) -> None:
+    first, second = step(), step()
+    launcher._run(launch, first)
+    launcher._run(launch, second)
+    launcher._run(fail, first)
+    assert first.error is second.error is not None
+
+
+def test_a_step_that_has_arrived_keeps_its_tokens(launcher: Any) -> None:
+    first, second = step(), step()
+    launcher._run(launch, first)
+    launcher._run(arrive, first)
+    launcher._run(fail, second)
+    assert first.error is None and first.output is not None
