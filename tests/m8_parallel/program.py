@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 import m6_multimodal_pd as m6
 import m8_parallel
+from m1_single_request.tracer import Tracer
 from m3_paged_attention.output_processor import OutputProcessor
 from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m8_parallel import (
@@ -32,6 +34,7 @@ from m8_parallel import (
     SpeculativeConfig,
     TraceConfig,
 )
+from m8_parallel.job import join
 from m8_parallel.model_runner import ParallelModelRunner
 from tests.equivalence.draws import MeasuringSampler
 from tests.m6_multimodal_pd.recorded_graphs import Capture
@@ -328,6 +331,27 @@ def fail(
     }
 
 
+def apart() -> dict[str, Any]:
+    """The error of a part of a step that has no collective, and fails on rank 1 alone."""
+    ranks = join(step_timeout_s=10.0, long_timeout_s=60.0, on_gpu=False)
+    runner: Any = ParallelModelRunner.__new__(ParallelModelRunner)
+    runner.ranks, runner.tracer, runner.graph_capture = ranks, Tracer(), None
+    runner.encoder = SimpleNamespace(clear=list)
+
+    def part(_: None) -> None:
+        if RANK == 1:
+            raise MemoryError("no memory left")
+
+    errors = []
+    try:
+        runner.on_all_ranks(part, None)
+    except Exception as error:
+        errors.append(str(error))
+    runner.on_all_ranks(lambda _: None, None)
+    ranks.close()
+    return {"errors": errors}
+
+
 def on_cpus(model: str, backend: str) -> dict[str, Any]:
     """Why the steps of ranks on CPUs do not overlap, though they may."""
     seen = Seen("normal_order")
@@ -597,6 +621,7 @@ CASES = {
         logprobs,
         golden,
         fail,
+        apart,
         spoil,
         on_cpus,
         uncapturable,

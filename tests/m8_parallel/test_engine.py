@@ -259,6 +259,11 @@ def test_a_launched_step_that_fails_on_one_rank_fails_on_all(
     assert found["held"] == 0
 
 
+def test_a_part_of_a_step_ends_on_no_rank_before_it_has_ended_on_all(groups: Groups) -> None:
+    (error,) = groups(2).ask("apart")["errors"]
+    assert "no memory left" in error and "on rank 1" in error
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_after_an_error_steps_are_captured_again(groups: Groups, models: Models, late: bool) -> None:
     found = groups(2).ask("fail", model=models("qwen3"), rank=1, where="before", graphs=True, late=late)
