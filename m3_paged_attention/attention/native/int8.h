@@ -68,7 +68,8 @@ __attribute__((noinline)) void multiply_scaled(const int16_t* x, const float* x_
                                                const int8_t* panel, const float* scales, float* sums, long depth) {
     Ints s[ROWS][VECTORS] = {};
     for (long k = 0; k < depth; k += 2, panel += 2 * PANEL) {
-        if (FETCHES && ROWS > 2) fetch(panel + AHEAD, 2 * PANEL);  // for fewer, the processor fetches ahead
+        // for one or two rows, processors without tiles fetch far enough ahead by themselves
+        if (FETCHES && (ROWS > 2 || HAS_AMX)) fetch(panel + AHEAD, 2 * PANEL);
         for (int v = 0; v < VECTORS; v++)
             for (int r = 0; r < ROWS; r++)
                 s[r][v] = add_pair(s[r][v], panel + v * 2 * LANES, x + r * per_row * SCALE_GROUP + k);
