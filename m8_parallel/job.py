@@ -39,6 +39,8 @@ def join(*, step_timeout_s: float, long_timeout_s: float, on_gpu: bool) -> Ranks
     except dist.DistError as error:
         raise RankLostError(f"the store of the job cannot be reached: {error}") from error
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # notes and input are on the host
+    if on_gpu:  # torchrun sets 1: NCCL's watchdog would end this process when another rank aborts the group
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     notes = PrefixStore(f"notes {job}", store)
     try:
         return Ranks(

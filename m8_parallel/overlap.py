@@ -50,8 +50,8 @@ class ChoiceOfRank:
 
 
 class ParallelLauncher(Launcher):
-    """The launcher of a rank. `_run` ends on all ranks at once, an error for all steps in flight; `_choose` is that of
-    rank 0; `wait` and `_wait_for` end if another rank is lost."""
+    """The launcher of a rank. `_run` ends only when it has ended on all ranks, and its error is that of all steps in
+    flight; `_choose` is that of rank 0; `wait` and `_wait_for` end if another rank is lost."""
 
     runner_class = ParallelModelRunner
 
@@ -65,7 +65,8 @@ class ParallelLauncher(Launcher):
         ranks = self.runner.ranks
         try:
             if self.is_cuda:
-                ranks.wait_for()
+                with self.worker.on_device:
+                    ranks.wait_for()
         except RankLostError as error:
             ranks.leave(str(error))
         super().wait()
@@ -89,7 +90,8 @@ class ParallelLauncher(Launcher):
             own, tokens = super()._choose(hidden, sampling)
         else:
             self.runner.model.compute_logits(hidden)
-            tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+            # zeros: if the ranks leave their group before the broadcast, these are read
+            tokens = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
         return ChoiceOfRank(own, self.runner), ranks.broadcast(tokens)
 
 

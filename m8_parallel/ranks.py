@@ -163,6 +163,8 @@ class Ranks:
         began = time.perf_counter()
         try:
             call()
+        except torch.OutOfMemoryError:  # of this rank, for a copy
+            raise
         except (RuntimeError, ValueError) as error:  # gloo's, NCCL's and that of a group that is gone
             traceback.clear_frames(error.__traceback__)  # they hold the group, whose threads end with it
             if (why := self._why_left()) is not None:
@@ -212,13 +214,15 @@ class Ranks:
     def wait_for(self, event: Any = None) -> None:
         """Wait for an event of CUDA, in short looks: if another rank is lost, or leaves the step, it may never come.
 
-        None: for all that is queued now.
+        None: for all that is queued now. Raises `RankLostError`, or `Interrupted` inside a step that another rank has
+        left.
         """
-        if self.size == 1:
-            return
         if event is None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
+        if self.size == 1:
+            event.synchronize()
+            return
         looks = 0
         while not event.query():
             looks += 1
@@ -264,8 +268,9 @@ class Ranks:
     def together(self, call: Callable[[], T]) -> T:
         """Return `call()`, a part of a step. Every rank calls this.
 
-        It ends with a meeting, or a message of rank 0. An error of one rank before that is raised on all. Then they
-        have left their group, so that none waits in a collective for ever, and have formed the next one.
+        `call` must end with a meeting, or a message of rank 0. An error of one rank before that is raised on all. Then
+        they have left their group, so that none waits in a collective for ever, and have formed the next one. An error
+        of the device itself ends the job.
         """
         self.in_step = True
         try:
@@ -330,7 +335,7 @@ class Ranks:
             dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
             if "nccl" in self.backend:  # its watchdog would end the process; the hosts meet behind each part of a step
                 nccl: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
-                nccl.set_timeout(timedelta(seconds=self.long_timeout_s))
+                nccl._set_default_timeout(timedelta(seconds=self.long_timeout_s))
         except (RuntimeError, ValueError) as error:
             raise self._lost(str(error).splitlines()[0]) from error
 
