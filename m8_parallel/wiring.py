@@ -104,14 +104,16 @@ def _written(setting: object) -> str:
 
 def of_rank(config: EngineConfig, ranks: Ranks) -> EngineConfig:
     """Return the configuration of a rank: with a GPU of its own, and a directory for its KV pages."""
-    model, cache = config.model, config.cache
+    model, cache, scheduler = config.model, config.cache, config.scheduler
     if model.torch_device().type == "cuda":
         if torch.device(model.device if model.device != "auto" else "cuda").index is not None:
             raise ConfigError(f"device={shown(model.device)}: each rank has a GPU of its own, so leave out the number")
-        model = replace(model, device=f"cuda:{os.environ['LOCAL_RANK']}")
+        # both only if they are asked for: with NCCL they have not run yet
+        model = replace(model, device=f"cuda:{os.environ['LOCAL_RANK']}", cuda_graphs=bool(model.cuda_graphs))
+        scheduler = replace(scheduler, enable_overlap=bool(scheduler.enable_overlap))
     if cache.disk_path is not None:
         cache = replace(cache, disk_path=Path(cache.disk_path) / f"rank-{ranks.rank}-of-{ranks.size}")
-    return replace(config, model=model, cache=cache)
+    return replace(config, model=model, cache=cache, scheduler=scheduler)
 
 
 def parts_of_rank(parts: Mapping[str, Any], ranks: Ranks, config: EngineConfig, tracer: Tracer) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class RankPart:
 
 
 def layer_by_layer(decoder: Decoder) -> None:
-    """Run the layers one operation at a time, also where they could be one call: all-reduces are between them."""
+    """Note why the layers run one operation at a time, on the backend that could run them in one call."""
     if decoder.backend.name == "native":
         decoder.eager_reason = "an all-reduce follows the attention and the MLP of each layer"
 

@@ -5,12 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from m6_multimodal_pd.overlap.launcher import ForwardOutput
+from m8_parallel import EngineConfig, ModelConfig, SchedulerConfig
 from m8_parallel.errors import RankLostError
 from m8_parallel.overlap import ParallelLauncher
 from m8_parallel.ranks import Interrupted, Ranks
+from m8_parallel.wiring import of_rank
 
 
 class Event:
@@ -105,3 +108,16 @@ def test_a_step_that_has_arrived_keeps_its_tokens(launcher: Any) -> None:
     launcher._run(arrive, first)
     launcher._run(fail, second)
     assert first.error is None and first.output is not None
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_graphs_and_overlap_of_ranks_on_gpus_must_be_asked_for(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, asked: bool | None
+) -> None:
+    monkeypatch.setattr(ModelConfig, "torch_device", lambda _: torch.device("cuda"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    config = of_rank(
+        EngineConfig(model=ModelConfig(cuda_graphs=asked), scheduler=SchedulerConfig(enable_overlap=asked)), ranks
+    )
+    assert config.model.device == "cuda:1"
+    assert config.model.wants_graphs == config.scheduler.overlaps("cuda") == bool(asked)
