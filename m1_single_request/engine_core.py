@@ -13,8 +13,8 @@ import math
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -35,7 +35,6 @@ from m1_single_request.sampler import SampledTokens, Sampler, impossible_row, no
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.scheduler import Scheduler, SchedulerOutput
 from m1_single_request.stop_checker import StopChecker
-from m1_single_request.trace_event import Phase
 from m1_single_request.tracer import Tracer
 
 ResultT = TypeVar("ResultT")
@@ -46,8 +45,8 @@ class StepRecord:
     """Counts and times of one step."""
 
     lap_began: float = field(default_factory=time.perf_counter)
-    laps: list[Phase] = field(default_factory=list)
-    """The parts of the step so far, in order."""
+    laps: list[tuple[str, float, float]] = field(default_factory=list)
+    """The parts of the step so far, in order: each a `Phase` of its `StepDone`."""
     request_ids: Iterable[str] = ()
     """The requests in the batch: those that end if the model fails."""
     num_tokens: int = 0
@@ -60,8 +59,27 @@ class StepRecord:
     def lap(self, phase: str) -> None:
         """Add the time since the previous lap to `phase`."""
         now = time.perf_counter()
-        self.laps.append(Phase(phase, self.lap_began, now))
+        self.laps.append((phase, self.lap_began, now))
         self.lap_began = now
+
+
+class _Change(HeldInterrupt):
+    """The context of `EngineCoreBase.changing`. Each step enters one: a generator would take three times as long."""
+
+    def __init__(self, core: "EngineCoreBase") -> None:
+        self.core, self.was_changing = core, core.is_changing
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.core.is_changing = True
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        try:
+            if isinstance(error[0], BaseException) and not isinstance(error[0], Exception):
+                self.core.die_of(error[0])
+        finally:
+            self.core.is_changing = self.was_changing
+            super().__exit__(kind, *error)
 
 
 class EngineCoreBase(ABC):
@@ -163,24 +181,17 @@ class EngineCoreBase(ABC):
         """Release the KV of all requests."""
         self._forget_all(FinishAbort())
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> AbstractContextManager[None]:
         """Hold Ctrl-C in the block. A second one stops the block with `KeyboardInterrupt`, by default. After that, and
         any other exception that is no `Exception`, the engine is dead and holds nothing."""
-        with HeldInterrupt():
-            before, self.is_changing = self.is_changing, True
-            try:
-                yield
-            except Exception:
-                raise
-            except BaseException as interrupt:
-                self.dead = EngineDeadError(f"a call was stopped in the middle by {type(interrupt).__name__}")
-                self.was_interrupted = True
-                self._open.clear()
-                self._forget_all(FinishError(self.dead))
-                raise
-            finally:
-                self.is_changing = before
+        return _Change(self)
+
+    def die_of(self, interrupt: BaseException) -> None:
+        """End all requests, without outputs: a call was stopped in the middle."""
+        self.dead = EngineDeadError(f"a call was stopped in the middle by {type(interrupt).__name__}")
+        self.was_interrupted = True
+        self._open.clear()
+        self._forget_all(FinishError(self.dead))
 
     # --- parts of a step ----------------------------------------------------------------------------------------------
 

@@ -254,7 +254,7 @@ class StepDone(Event):
             num_waiting=len(queues.waiting),
             num_running=len(queues.running),
             kv_tokens=num_kv_tokens(),
-            laps=tuple(record.laps),
+            laps=tuple(Phase(*lap) for lap in record.laps),
         )
 
     def milliseconds(self, phase: str) -> float:

@@ -8,8 +8,7 @@ interrupt. vLLM and SGLang run the engine in a process of its own, which ignores
 
 import os
 import signal
-import threading
-from _signal import getsignal, signal as set_handler  # type: ignore[import-not-found]
+from _signal import SIG_IGN, getsignal, signal as set_handler  # type: ignore[import-not-found]
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -31,11 +30,13 @@ class HeldInterrupt:
 
     def __enter__(self) -> None:
         previous = getsignal(SIGINT)
-        if isinstance(getattr(previous, "__self__", None), HeldInterrupt):
-            return  # a block around this one holds it
-        if threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN):
-            self._previous = previous
+        if previous is None or previous == SIG_IGN or isinstance(getattr(previous, "__self__", None), HeldInterrupt):
+            return  # a handler that is not Python's; or a block around this one holds it
+        self._previous = previous
+        try:
             set_handler(SIGINT, self._on_interrupt)
+        except ValueError:  # not the main thread, which alone gets SIGINT
+            self._previous = None
 
     def __exit__(self, kind: object, *error: object) -> None:
         if self._previous is not None:

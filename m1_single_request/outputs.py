@@ -1,9 +1,13 @@
 """Outputs for the user: one `RequestOutput` per request and step with the result so far, complete when `finished`.
 
 The names are vLLM's. Outputs are frozen: each step makes a new one, so an output that the user holds never changes.
+Those of every step are msgspec's `Struct`, which is made in a third of the time of a frozen dataclass; to copy one with
+other values, use `msgspec.structs.replace`.
 """
 
 from dataclasses import dataclass
+
+from msgspec import Struct
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,7 @@ TokenLogprobs = dict[int, Logprob]
 """Token id -> `Logprob` at one position: the requested best tokens, and always the token at that position."""
 
 
-@dataclass(frozen=True)
-class CompletionOutput:
+class CompletionOutput(Struct, frozen=True):
     """One generated continuation."""
 
     index: int
@@ -38,8 +41,7 @@ class CompletionOutput:
     """The stop string, or the id from `stop_token_ids`; None for end of sequence."""
 
 
-@dataclass(frozen=True)
-class RequestMetrics:
+class RequestMetrics(Struct, frozen=True):
     """Times (monotonic seconds) and token counts of one request."""
 
     arrival_time: float
@@ -72,8 +74,7 @@ class RequestMetrics:
         return None if self.finished_time is None else self.finished_time - self.arrival_time
 
 
-@dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(Struct, frozen=True):
     """A request's result so far, after a step."""
 
     request_id: str

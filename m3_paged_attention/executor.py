@@ -13,7 +13,6 @@ from typing import Any
 
 from m1_single_request.engine_core import StepRecord
 from m1_single_request.errors import PartError, shown
-from m1_single_request.trace_event import Phase
 from m3_paged_attention.kv_cache_spec import KVCacheConfig, KVCacheSpec, MemoryProfile
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.worker import GPUWorker
@@ -68,7 +67,7 @@ def accepted(
         fail([request_id], error)
     phase, began, ended = record.laps.pop()
     between = max(began, ended - output.sample_seconds)
-    record.laps += [Phase(phase, began, between), Phase("sample", between, ended)]
+    record.laps += [(phase, began, between), ("sample", between, ended)]
     return output
 
 
@@ -85,16 +84,14 @@ def checked(output: Any, expected: Mapping[str, int]) -> ModelRunnerOutput:
     if not len(req_ids) == len(token_ids) == len(logprobs):
         lengths = f"{len(req_ids)} ids, {len(token_ids)} rows of tokens and {len(logprobs)} of logprobs"
         raise PartError(f"{source} returned {lengths}")
-    if not isinstance(output.errors, Mapping) or not isinstance(output.prompt_logprobs, Mapping):
+    mappings = output.errors, output.prompt_logprobs
+    if not all([isinstance(each, dict | Mapping) for each in mappings]):
         raise PartError(f"{source} returned errors or prompt_logprobs that are not a mapping by request id")
-    returned = set(req_ids)
-    if unknown := returned.difference(expected):
-        raise PartError(f"{source} returned a row for {min(map(repr, unknown))}, which is not in this step")
-    most = [expected[request_id] for request_id in req_ids]
-    has_duplicates = len(returned) < len(req_ids)
-    is_complete = returned.union(output.errors) >= {r for r, n in expected.items() if n}
-    if is_complete and not has_duplicates and all(map(_is_valid, token_ids, logprobs, most)):
+    most = {request_id: limit for request_id, limit in expected.items() if limit and request_id not in output.errors}
+    if req_ids == [*most] and all(map(_is_valid, token_ids, logprobs, most.values())):
         return output
+    if unknown := set(req_ids).difference(expected):
+        raise PartError(f"{source} returned a row for {min(map(repr, unknown))}, which is not in this step")
     num_rows, errors, valid = Counter(req_ids), dict(output.errors), []
     for request_id, limit in expected.items():
         count = num_rows[request_id]

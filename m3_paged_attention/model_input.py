@@ -17,7 +17,7 @@ from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.input_batch import BatchRow
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ModelInput:
     """Input of a forward. It is built on the host; `to_device` moves all of it to the model's device by one copy."""
 

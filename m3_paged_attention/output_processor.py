@@ -4,7 +4,7 @@ New in m3: a request may have several continuations. Each has its own text, log-
 them together, in the order of their numbers. vLLM: `ParentRequest.get_outputs` in `v1/engine/parallel_sampling.py`.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from m1_single_request.output_processor import OutputProcessor as SingleRequestOutputProcessor
 from m1_single_request.outputs import RequestOutput

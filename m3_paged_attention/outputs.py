@@ -1,6 +1,8 @@
 """Output of a step, and statistics of the KV blocks.
 
-From m3 on the sampler runs next to the model, so the executor returns tokens, not logits. vLLM: `v1/outputs.py`.
+From m3 on the sampler runs next to the model, so the executor returns tokens, not logits. What the parts make for each
+other in every step is a plain dataclass, which nobody changes: to make a frozen one takes three times as long. vLLM:
+`v1/outputs.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,7 @@ from m1_single_request.outputs import EngineStats as SingleRequestStats
 from m1_single_request.sampler import LogprobRow
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelRunnerOutput:
     """The sampled tokens of a step, as parallel lists of plain numbers, without tensors."""
 

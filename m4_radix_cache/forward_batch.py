@@ -26,7 +26,7 @@ class HoldsTables(Protocol):
     req_to_token_pool: ReqToTokenPool
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ForwardBatch(ModelInput):
     """Tensors of one forward pass. Built for each step, on the host, moved by `to_device`, and never changed."""
 

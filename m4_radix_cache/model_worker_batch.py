@@ -29,7 +29,7 @@ class ForwardMode(IntEnum):
     """No forward pass: another engine has computed the prompts and their first tokens (m6)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class ModelWorkerBatch:
     """Data of one step; all arrays are on the host. Requests with more than one new token come first."""
 

@@ -116,7 +116,9 @@ class ScheduleBatch:
     def prepare_for_decode(self) -> None:
         """Allocate a slot for the next token of every request. Call only after `check_decode_mem` returned True."""
         pool, rows, before = self.pools.req_to_token_pool, self.req_pool_indices, self.seq_lens
-        last_locs, after = pool.req_to_token[rows, before - 1].astype(np.int64), before + 1
+        last_locs, after = self.out_cache_loc, before + 1
+        if self.forward_mode is not ForwardMode.DECODE or len(last_locs) != len(rows):  # in most steps, the newest ones
+            last_locs = pool.req_to_token[rows, before - 1].astype(np.int64)
         slots = self.pools.token_to_kv_pool_allocator.alloc_decode(after, last_locs)
         assert slots is not None, "check_decode_mem was not called, or returned False"
         pool.append(rows, before, slots)

@@ -86,7 +86,7 @@ NO_ROW = -1
 """Placeholder for a row of slots: all its tokens lie in page 0."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ForwardBatch(ModelInput):
     """Tensors of one forward, and of its sampling. Made for each step, on the host, and never changed."""
 
@@ -100,22 +100,31 @@ class ForwardBatch(ModelInput):
         cls, batch: NewTokens, model_runner: HoldsTables, sampling: SamplingMetadata | None = None
     ) -> "ForwardBatch":
         """Return the layout of a batch; `to_device` moves it."""
-        page_size = model_runner.page_size
-        rows, lens, prefix_lens, starts, columns = _in_layout_order(batch)
-        input_ids, positions, slots = columns
-        longest = max(batch.seq_lens.tolist())
-        if rows[0] == NO_ROW:
-            tables = np.zeros((len(rows), -(-longest // page_size)), dtype=np.int32)
+        if len(batch.input_ids) == len(batch.seq_lens):  # one token each, as in most steps: any order is valid
+            starts, input_ids, positions = _numbers(len(batch.seq_lens)), batch.input_ids, batch.seq_lens - 1
+            tables = _page_tables(batch.req_pool_indices, batch.seq_lens, model_runner)
+            metadata = AttentionMetadata.of_decodes(batch.seq_lens, tables, batch.out_cache_loc)
         else:
-            tables = model_runner.req_to_token_pool.page_tables(rows, longest, page_size)
+            rows, lens, prefix_lens, starts, columns = _in_layout_order(batch)
+            input_ids, positions, slots = columns
+            tables = _page_tables(rows, batch.seq_lens, model_runner)
+            metadata = AttentionMetadata.build(lens.tolist(), prefix_lens.tolist(), tables, slots)
         return cls(
-            input_ids=torch.from_numpy(input_ids),
-            positions=torch.from_numpy(positions),
-            attn_metadata=AttentionMetadata.build(lens.tolist(), prefix_lens.tolist(), tables, slots),
+            torch.from_numpy(input_ids),
+            torch.from_numpy(positions),
+            metadata,
             logits_indices=_logits_indices(batch, starts),
             starts=starts,
             sampling=sampling,
         )
+
+
+def _page_tables(rows: np.ndarray, seq_lens: np.ndarray, model_runner: HoldsTables) -> np.ndarray:
+    """Return the block tables of `rows`, int32 `[len(rows), pages]`; all 0 for `NO_ROW`."""
+    longest, page_size = max(seq_lens.tolist()), model_runner.page_size
+    if rows[0] == NO_ROW:
+        return np.zeros((len(rows), -(-longest // page_size)), dtype=np.int32)
+    return model_runner.req_to_token_pool.page_tables(rows, longest, page_size)
 
 
 class _Layout(NamedTuple):
@@ -135,9 +144,6 @@ def _in_layout_order(batch: NewTokens) -> _Layout:
     """Return the rows and tokens of a batch, requests with several new tokens first."""
     rows, lens = batch.req_pool_indices, batch.new_lens
     prefix_lens = batch.seq_lens - lens
-    if len(batch.input_ids) == len(lens):  # one token each, as in most steps: any order is valid
-        columns = [batch.input_ids, prefix_lens, batch.out_cache_loc]
-        return _Layout(rows, lens, prefix_lens, _numbers(len(lens)), columns)
     is_alone = lens == 1
     begins = np.cumsum(lens) - lens  # of each request's tokens in the batch
     if (is_alone[:-1] <= is_alone[1:]).all():  # prompts before decodes: the batch has the order of the layout

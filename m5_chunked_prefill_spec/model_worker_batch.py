@@ -13,7 +13,7 @@ from m4_radix_cache.model_worker_batch import ModelWorkerBatch as PlainModelWork
 from m5_chunked_prefill_spec.speculative.spec_info import SpecInput
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class ModelWorkerBatch(PlainModelWorkerBatch):
     """One step: prompts and pieces first, then decodes. Rows are in the order of the `ScheduleBatch`, not sorted."""
 

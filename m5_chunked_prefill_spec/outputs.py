@@ -7,7 +7,7 @@ from m3_paged_attention.outputs import ModelRunnerOutput as PlainModelRunnerOutp
 from m4_radix_cache.outputs import EngineStats as RadixStats
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelRunnerOutput(PlainModelRunnerOutput):
     """Output of one step. A request may have several tokens, or none while its prompt is in pieces."""
 

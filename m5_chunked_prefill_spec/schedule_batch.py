@@ -12,6 +12,7 @@ tokens of the request. SGLang: `mix_with_running`, and `EagleVerifyInput.verify`
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -37,6 +38,12 @@ class Run(NamedTuple):
     token_ids: list[int]
     """At least one: the accepted drafts and one more."""
     logprobs: Sequence[LogprobRow | None]
+
+
+@lru_cache
+def _ones(count: int) -> Slots:
+    """Return `[1] * count`, int64, shared by all callers: do not change it."""
+    return np.ones(count, dtype=np.int64)
 
 
 class ScheduleBatch(PlainScheduleBatch):
@@ -69,7 +76,7 @@ class ScheduleBatch(PlainScheduleBatch):
         self.num_prompts, self.chunked_req = 0, None
         if not any(drafts):
             super().prepare_for_decode()
-            self.new_lens, self.drafts = np.array([1] * len(self.reqs), dtype=np.int64), []
+            self.new_lens, self.drafts = _ones(len(self.reqs)), []
             return
         pool, rows = cast(ReqToTokenPool, self.pools.req_to_token_pool), self.req_pool_indices
         assert pool.lens[rows].tolist() == self.seq_lens.tolist(), "a row has slots unknown to the batch"
@@ -104,6 +111,7 @@ class ScheduleBatch(PlainScheduleBatch):
         """Return this step as plain data."""
         assert self.sampling_info is not None
         prompts = self.reqs[: self.num_prompts]  # each gets a token, except the one in pieces
+        is_decode = self.forward_mode is ForwardMode.DECODE
         return ModelWorkerBatch(
             forward_mode=self.forward_mode,
             rids=self.rids,
@@ -111,8 +119,8 @@ class ScheduleBatch(PlainScheduleBatch):
             req_pool_indices=self.req_pool_indices,
             seq_lens=self.seq_lens,
             out_cache_loc=self.out_cache_loc,
-            prefix_lens=(self.seq_lens - self.new_lens).tolist(),
-            extend_lens=self.new_lens.tolist(),
+            prefix_lens=None if is_decode else (self.seq_lens - self.new_lens).tolist(),
+            extend_lens=None if is_decode else self.new_lens.tolist(),
             prompts_to_rate=self._prompts_to_rate(prompts) if prompts else {},
             sampling_info=self.sampling_info,
             new_lens=self.new_lens,

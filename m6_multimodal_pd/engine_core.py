@@ -6,7 +6,7 @@ workers.
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from m1_single_request.errors import EngineDeadError, EngineUsageError
 from m1_single_request.output_processor import OutputProcessor
@@ -24,7 +24,6 @@ from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.media_intake import MediaIntake
 from m6_multimodal_pd.outputs import EngineStats
-from m6_multimodal_pd.request import Req
 from m6_multimodal_pd.step_profiler import StepProfiler
 from m6_multimodal_pd.weight_loader import WeightLoader, check_loader
 
@@ -121,7 +120,8 @@ class EngineCore(RadixEngineCore):
 
     def with_images(self, batch: PlainModelWorkerBatch) -> PlainModelWorkerBatch:
         """Return a batch with the images of its requests."""
-        inputs = [cast(Req, self.scheduler.requests[rid]).multimodal_inputs for rid in batch.rids]
+        requests: Any = self.scheduler.requests
+        inputs = [requests[rid].multimodal_inputs for rid in batch.rids]
         return ModelWorkerBatch(**vars(batch), multimodal_inputs=inputs) if any(inputs) else batch
 
     def run_step(self) -> dict[str, RequestOutput]:

@@ -19,7 +19,7 @@ from m6_multimodal_pd.models.qwen3_vl import VisualTokens
 from m6_multimodal_pd.multimodal.encoder import ItemSlice
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ForwardBatch(TextForwardBatch):
     """One forward's tensors. `positions` are int64 `[3, total_tokens]` if images are in this step, else one axis."""
 

@@ -24,7 +24,7 @@ class PromptPiece(NamedTuple):
     inputs: MultimodalInputs
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class ModelWorkerBatch(TextModelWorkerBatch):
     """One step in which at least one request has images."""
 

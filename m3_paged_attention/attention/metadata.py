@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class AttentionMetadata:
     """Layout of one step's batch: tensors, on the device of its batch (`to_device`), and the lengths on the host.
 
@@ -41,6 +41,29 @@ class AttentionMetadata:
     max_query_len: int
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
+
+    @classmethod
+    def of_decodes(
+        cls, seq_lens: np.ndarray, block_tables: np.ndarray, slot_mapping: np.ndarray
+    ) -> "AttentionMetadata":
+        """Build the metadata, as `build` does, of rows with one new token each: most steps have no others.
+
+        `seq_lens`: int64 `[num_seqs]`, tokens with KV after the step.
+        """
+        num_seqs = len(seq_lens)
+        query_lens = (1,) * num_seqs
+        return cls(
+            query_start_loc=_starts(query_lens),
+            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
+            block_tables=torch.from_numpy(block_tables),
+            slot_mapping=torch.from_numpy(slot_mapping),
+            num_prefills=0,
+            num_prefill_tokens=0,
+            num_decodes=num_seqs,
+            max_query_len=1,
+            query_lens_host=query_lens,
+            seq_lens_host=tuple(seq_lens.tolist()),
+        )
 
     @classmethod
     def build(

@@ -53,9 +53,9 @@ class NativeLinear:
 
         The memory for a few rows is kept from call to call: to allocate it would take a tenth of a small step.
         """
-        assert hidden.shape[1] == self.in_features and hidden.dtype == self.dtype
-        hidden, rows = hidden.contiguous(), hidden.shape[0]
-        logits, tokens = self._logits, self._tokens
+        rows, width = hidden.shape
+        assert width == self.in_features and hidden.dtype == self.dtype
+        hidden, logits, tokens = hidden.contiguous(), self._logits, self._tokens
         if rows > len(tokens):
             logits, tokens = hidden.new_empty(rows, self.out_features), (ctypes.c_long * rows)()
             if logits.nbytes <= MOST_KEPT:

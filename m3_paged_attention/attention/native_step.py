@@ -131,7 +131,6 @@ class NativeStep:
         """
         num_tokens, tables = input_ids.shape[0], metadata.block_tables
         assert num_tokens <= MOST_TOKENS
-        assert input_ids.is_contiguous() and positions.is_contiguous()
         output = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self.model.dtype)
         table = self.table
         table.num_tokens, table.num_prefill_tokens = num_tokens, metadata.num_prefill_tokens

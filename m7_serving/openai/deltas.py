@@ -7,8 +7,10 @@ milestone. vLLM: the `*_stream_generator` methods of its serving classes, with `
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from m1_single_request.input_processor import Prompt
 from m1_single_request.outputs import CompletionOutput, RequestOutput, TokenLogprobs

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import defaultdict
-from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from m7_serving import SamplingParams

@@ -4,10 +4,11 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence as SequenceOf
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidPromptError

@@ -1,8 +1,9 @@
 """Typical mistakes in deltas, each with the hint that it must get."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import ClassVar
+
+from msgspec.structs import replace
 
 from m1_single_request.outputs import CompletionOutput, RequestOutput
 from m1_single_request.sampling_params import SamplingParams
