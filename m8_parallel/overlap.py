@@ -11,7 +11,6 @@ On CPUs collectives stand between the operations of a step, and its host makes t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,8 @@ class ChoiceOfRank:
 
 class ParallelLauncher(Launcher):
     """The launcher of a rank. `_run` ends only when it has ended on all ranks, and its error is that of all steps in
-    flight; `_choose` is that of rank 0; `wait` and `_wait_for` end if another rank is lost."""
+    flight; where none is, it first captures missing graphs. `_choose` is that of rank 0; `wait` and `_wait_for` end if
+    another rank is lost."""
 
     runner_class = ParallelModelRunner
 
@@ -72,7 +72,9 @@ class ParallelLauncher(Launcher):
         super().wait()
 
     def _run(self, part: Callable[[ForwardOutput], None], launched: ForwardOutput) -> None:
-        super()._run(partial(self.runner.on_all_ranks, part), launched)
+        if not self._flying:
+            self.runner.capture_graphs()
+        super()._run(lambda step: self.runner.on_all_ranks(lambda: part(step)), launched)
         others = [each for each in self._flying if each is not launched]
         if launched.error is not None:
             for each in others:
@@ -85,18 +87,18 @@ class ParallelLauncher(Launcher):
         self.runner.ranks.wait_for(event)
 
     def _choose(self, hidden: Tensor, sampling: SamplingMetadata) -> tuple[Any, Tensor]:
-        ranks, own = self.runner.ranks, None
+        ranks, own, logits = self.runner.ranks, None, self.runner.model.queue_logits(hidden)
         if ranks.is_first:
-            own, tokens = super()._choose(hidden, sampling)
+            own, tokens = Choice.queued(self.row_sampler.sampler, logits, sampling)
         else:
-            self.runner.model.compute_logits(hidden)
             # zeros: if the ranks leave their group before the broadcast, these are read
             tokens = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
         return ChoiceOfRank(own, self.runner), ranks.broadcast(tokens)
 
 
 class OverlapParallelEngineCore(ParallelEngineCore, OverlapEngineCore):
-    """Both: the engine core of a rank, with one step in flight. `_schedule` also compares decisions."""
+    """Both: the engine core of a rank, with one step in flight. `_schedule` also compares decisions, and `_prepared` is
+    a part of the step that ends on all ranks, because it writes to the device."""
 
     usual_parts = UsualParts(scheduler=ParallelScheduler, model_runner=ParallelModelRunner)
     launcher_class = ParallelLauncher
@@ -111,3 +113,9 @@ class OverlapParallelEngineCore(ParallelEngineCore, OverlapEngineCore):
         batch, record = super()._schedule(before)
         self.scheduler.compare(batch)
         return batch, record
+
+    def _prepared(self, batch: ScheduleBatch, before: InFlight | None) -> Any:
+        if all(info.is_plain for _, info in self.late.living(batch)):  # their tokens are not counted
+            return super()._prepared(batch, before)
+        prepared, runner = super()._prepared, self.executor.worker.model_runner
+        return runner.on_all_ranks(lambda: prepared(batch, before))

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
 
-from m1_single_request.errors import EngineDeadError
+from m1_single_request.errors import ConfigError, EngineDeadError
 from m6_multimodal_pd.disaggregation.runtime.jobs import error_of, fault_of
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault
 from m8_parallel.collective_record import Collective, CollectiveRecord
@@ -39,6 +39,7 @@ from m8_parallel.watch import Watch
 T = TypeVar("T")
 HEAD_BYTES, FIRST_BYTES = 8, 1024
 """Of a message: its length, and what goes with it in one broadcast."""
+CPU = torch.device("cpu")
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
 """Between two looks for a note."""
 LOOKS_PER_NOTE = 200
@@ -59,13 +60,13 @@ class Ranks:
         store: Any = None,
         watch: Watch | None = None,
         *,
-        backend: str = "gloo",
+        device: torch.device = CPU,
         step_timeout_s: float = 10.0,
         long_timeout_s: float = 600.0,
     ) -> None:
         """`rank`: its number; rank 0 has the user. `store`: for notes (`torch.distributed.Store`). `watch`: heartbeats
-        of the ranks. `backend`: of torch.distributed. `long_timeout_s`: of a `meet`."""
-        self.rank, self.size, self.store, self.backend = rank, size, store, backend
+        of the ranks. `device`: of the model. `long_timeout_s`: of a `meet`."""
+        self.rank, self.size, self.store, self.device = rank, size, store, device
         self.watch: Any = watch
         self.step_timeout_s, self.long_timeout_s = step_timeout_s, long_timeout_s
         self.leads = False
@@ -90,6 +91,16 @@ class Ranks:
     def is_lost(self) -> bool:
         """Whether another rank is lost, and the job with it."""
         return self.watch is not None and self.watch.lost is not None
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether a host only queues the collectives of its device, as it does with NCCL."""
+        return self.device.type == "cuda"
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether this rank captures a CUDA graph now."""
+        return self.is_queued and torch.cuda.is_current_stream_capturing()
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -169,6 +180,8 @@ class Ranks:
             traceback.clear_frames(error.__traceback__)  # they hold the group, whose threads end with it
             if (why := self._why_left()) is not None:
                 self._raise_left(why)
+            if self.is_capturing:  # the device is not lost: this cannot be captured
+                raise
             raise self._lost(re.sub(r"^\[.*?\] |\. .*", "", str(error).splitlines()[0])) from error
         seconds = time.perf_counter() - began
         self.record.add(Collective(kind, tensor.nbytes, began, seconds))
@@ -183,7 +196,7 @@ class Ranks:
 
     def lead(self, data: bytes) -> None:
         """Give bytes to `follow` of all others, which wake up."""
-        self._check()
+        self.check()
         self._note(lambda: self.store.add("messages", 1))
         self.send_to_all(data)
 
@@ -219,7 +232,7 @@ class Ranks:
         """
         if event is None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
         if self.size == 1:
             event.synchronize()
             return
@@ -231,6 +244,17 @@ class Ranks:
             if looks % LOOKS_PER_NOTE == 0:
                 self._check_in_step()
             time.sleep(SHORTEST_PAUSE_S / 4)
+
+    def arrive(self) -> None:
+        """Wait until what the hosts of all ranks have queued has ended; on CPUs nothing is queued.
+
+        A host reads the result of a collective behind this: its device waits for all others, and a rank with an error
+        may not have queued the same. The first wait is for the hosts, and has the timeout of a step. Raises the errors
+        of `wait_for`.
+        """
+        if self.is_queued and self.size > 1:
+            self.smallest(0)
+            self.wait_for()
 
     def _check_in_step(self) -> None:
         """Raise what it means that another rank has left the group, if one has."""
@@ -290,7 +314,8 @@ class Ranks:
 
     def form_anew(self) -> None:
         """Leave the group of a step, so that the others leave it, too, and form the next one with them."""
-        self._leave("")
+        self._note(lambda: self._note_end(""))
+        self._abort()
         self.meet()
         self._form()
 
@@ -299,17 +324,20 @@ class Ranks:
         self.leads = False
         if self.size == 1:
             return
-        is_raised = self.watch.is_raised
-        with suppress(RankLostError):
-            self._leave(f"rank {self.rank} has failed: {why}")
-        self.watch.is_raised = is_raised
+        with suppress(dist.DistError):
+            self._note_end(f"rank {self.rank} has failed: {why}")
+        self._abort()
         self.watch.lost = self.watch.lost or f"rank {self.rank} has left the job: {why}"
 
-    def _leave(self, why: str) -> None:
-        """Leave the group; `why` is empty if the next one is formed."""
+    def _note_end(self, why: str) -> None:
+        """Let the others find that this rank leaves the group; `why` is empty if the next one is formed."""
         key = f"left {self.num_groups}"
-        if not self._why_left():
-            self._note(lambda: self.store.set(key, why))
+        if not self.store.check([key]):
+            self.store.set(key, why)
+
+    def _abort(self) -> None:
+        """End the collectives of this rank, and its group."""
+        self.watch.release()
         for graphs in list(self.graphs):
             graphs.reset()  # first: NCCL waits for graphs that have the group
         if dist.is_initialized():
@@ -331,19 +359,34 @@ class Ranks:
         self.num_groups, self._arrivals = self.num_groups + 1, 0
         store = PrefixStore(f"group {self.num_groups}", self.store)
         timeout = timedelta(seconds=self.step_timeout_s)
+        on_gpu = self.device.type == "cuda"
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # messages and sums of hosts stay on the host
         try:
-            dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-            if "nccl" in self.backend:  # its watchdog would end the process; the hosts meet behind each part of a step
-                nccl: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
-                nccl._set_default_timeout(timedelta(seconds=self.long_timeout_s))
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise self._lost(str(error).splitlines()[0]) from error
+        if on_gpu:
+            self._connect(dist.group.WORLD._get_backend(self.device))  # type: ignore[union-attr]
+
+    def _connect(self, nccl: Any) -> None:
+        """Connect the devices of the ranks. NCCL does that in the first collective, and the host waits for it in C."""
+        nccl._set_default_timeout(timedelta(seconds=self.long_timeout_s))  # its watchdog must not end a long wait
+        self.watch.guard(f"left {self.num_groups}", nccl.abort)
+        with self.record.uncounted():
+            self.all_reduce(self.agreed(self._number_on_device))
+            self.wait_for()
+
+    def _number_on_device(self) -> Tensor:
+        try:
+            return torch.zeros(1, device=self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"rank {self.rank} cannot use {self.device}: {str(error).splitlines()[0]}") from error
 
     def _wait(self, is_there: Callable[[], bool], limit_s: float = math.inf) -> None:
         """Wait for a note of others, in short looks."""
         pause, end = SHORTEST_PAUSE_S, time.monotonic() + limit_s
         while not self._note(is_there):
-            self._check()
+            self.check()
             if self.watch.closed and not self._note(is_there):
                 raise self._lost(f"rank {self.watch.closed[0]} has closed its engine")
             if time.monotonic() > end:
@@ -369,7 +412,10 @@ class Ranks:
         self.watch.is_raised = True
         return RankLostError(self.watch.lost)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise `RankLostError` if another rank is lost, or has left the job."""
+        if self.size == 1:
+            return
         if self.is_lost:
             raise self._lost(self.watch.lost)
         if why := self._why_left():

@@ -338,16 +338,16 @@ def apart() -> dict[str, Any]:
     runner.ranks, runner.tracer, runner.graph_capture = ranks, Tracer(), None
     runner.encoder = SimpleNamespace(clear=list)
 
-    def part(_: None) -> None:
+    def part() -> None:
         if RANK == 1:
             raise MemoryError("no memory left")
 
     errors = []
     try:
-        runner.on_all_ranks(part, None)
+        runner.on_all_ranks(part)
     except Exception as error:
         errors.append(str(error))
-    runner.on_all_ranks(lambda _: None, None)
+    runner.on_all_ranks(lambda: None)
     ranks.close()
     return {"errors": errors}
 

@@ -61,7 +61,7 @@ def launcher() -> Any:
     """A launcher whose parts of steps are what a test gives them."""
     found: Any = ParallelLauncher.__new__(ParallelLauncher)
     found.worker = SimpleNamespace(on_device=nullcontext(), step_threads=nullcontext())
-    found.runner = SimpleNamespace(on_all_ranks=lambda part, launched: part(launched))
+    found.runner = SimpleNamespace(on_all_ranks=lambda part: part(), capture_graphs=list)
     found._flying = []
     return found
 
@@ -115,7 +115,7 @@ def test_graphs_and_overlap_of_ranks_on_gpus_must_be_asked_for(
     ranks: Any, monkeypatch: pytest.MonkeyPatch, asked: bool | None
 ) -> None:
     monkeypatch.setattr(ModelConfig, "torch_device", lambda _: torch.device("cuda"))
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    ranks.device = torch.device("cuda", 1)
     config = of_rank(
         EngineConfig(model=ModelConfig(cuda_graphs=asked), scheduler=SchedulerConfig(enable_overlap=asked)), ranks
     )
