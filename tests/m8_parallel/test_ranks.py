@@ -75,7 +75,7 @@ def test_a_rank_without_nccl_reads_at_once_and_with_it_when_the_hosts_have_met(r
 
 
 @pytest.fixture
-def nccl(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def nccl(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """What NCCL is to a rank, which notes the calls; and a watch that calls at once."""
     calls: list[Any] = []
     backend = SimpleNamespace(
@@ -90,11 +90,13 @@ def nccl(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     ranks.wait_for = lambda: calls.append("wait")
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: calls.append(name))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_: calls.append(tuple(tensor.shape)))
-    monkeypatch.setattr(dist.GroupMember, "WORLD", SimpleNamespace(_get_backend=lambda _: backend))
     monkeypatch.setattr("m8_parallel.ranks._abort_process_group", lambda: calls.append("leave"))
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
-    return backend
+    world: Any = dist.group
+    world.WORLD = SimpleNamespace(_get_backend=lambda _: backend)
+    yield backend
+    world.WORLD = None
 
 
 def test_devices_are_connected_when_a_group_is_formed_and_when_it_is_formed_anew(ranks: Any, nccl: Any) -> None:
