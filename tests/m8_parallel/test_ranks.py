@@ -137,13 +137,11 @@ def lost(*_: Any) -> None:
 def test_a_rank_that_is_lost_while_graphs_are_captured_ends_the_job(
     ranks: Any, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    ranks.watch.release, ranks.watch.lost = list, "rank 1 gives no sign of life"
+    ranks.watch.release = list
     capture = GraphCaptureOfRank(ranks, GraphCapture(page_size=16, is_alone=True, tracer=Tracer()))
     monkeypatch.setattr(GraphCapture, "_captured", lost)
-    backend, spec = (
-        SimpleNamespace(name="triton"),
-        KVCacheSpec(block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, dtype=torch.float32),
-    )
+    spec = KVCacheSpec(block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, dtype=torch.float32)
+    backend = SimpleNamespace(name="triton")
     model: Any = SimpleNamespace(backend=backend, kv_cache_spec=lambda _: spec, device=CPU)
     arguments = {"capture": ("target", model, SimpleNamespace(step=None)), "measure": (model,)}[call]
     with pytest.raises(RankLostError, match="rank 1 gives no sign of life"):
