@@ -91,6 +91,7 @@ def nccl(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: calls.append(name))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_: calls.append(tuple(tensor.shape)))
     monkeypatch.setattr("m8_parallel.ranks._abort_process_group", lambda: calls.append("leave"))
+    monkeypatch.setattr("m8_parallel.ranks.current_device", nullcontext)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
     world: Any = dist.group
