@@ -1,9 +1,9 @@
-"""m6's CUDA graphs on a rank: a captured step contains its all-reduces.
+"""m6's CUDA graphs on a rank: the all-reduces of a captured step are inside its graph.
 
 With NCCL a collective is a kernel, so a graph starts it with all others, and no host takes part. All ranks replay or
-none does: padded tokens are in the sums, too. A graph has the group of its capture, and NCCL does not end a group that
-a graph has: before the ranks leave it, they destroy their graphs (`Ranks.graphs`). When they have formed a new one,
-after an error in a step, they capture again. vLLM captures the same, and has its own all-reduce for it.
+none does: padded tokens are in the sums, too. Such a graph belongs to the group of ranks in which it was captured, and
+NCCL does not end that group before the graph is destroyed, so ranks that leave their group destroy their graphs first
+(`Ranks.graphs`). In their new group they capture again. vLLM captures the same, and has its own all-reduce for it.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from m8_parallel.ranks import Ranks
 
 
 class GraphRunnerOfRank(GraphRunner):
-    """The graphs of a rank. `takes` refuses those of a group that is gone, `_run` notes the collectives of a graph, and
-    `__call__` counts them."""
+    """The graphs of a rank. `takes` refuses those of a group that is gone, `_run` notes the collectives inside a graph,
+    and `__call__` counts them."""
 
     def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
         """As m6's. Every rank calls this."""

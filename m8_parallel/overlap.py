@@ -2,7 +2,7 @@
 
 Which step is launched behind which is a decision of the host, so all ranks launch the same. The tokens of a step that
 the device chooses are those of rank 0: they are broadcast behind the choice, on the device, where the next step reads
-them, and once more when they arrive, for the books of the other ranks. A part of a step (launch or arrival) ends on no
+them, and once more when they arrive, for the hosts of the other ranks. A part of a step (launch or arrival) ends on no
 rank before it has ended on all, so what fails on one of them fails in the same part on all. A step in flight ends with
 the same error: its collectives end when the ranks leave their group, and its numbers are wrong.
 
@@ -61,7 +61,8 @@ class ParallelLauncher(Launcher):
         self._flying: list[ForwardOutput] = []
 
     def wait(self) -> None:
-        """Return when no step runs. If another rank is lost, leave the job: that ends what waits for it."""
+        """Return when no step runs. If another rank is lost, leave the job, which ends the collectives of the device:
+        they would wait for that rank."""
         ranks = self.runner.ranks
         try:
             if self.is_cuda:
