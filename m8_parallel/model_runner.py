@@ -48,11 +48,8 @@ class ParallelModelRunner(ModelRunner):
         self.ranks, self.tracer, self.weight_bytes = ranks, tracer, parts["loaded_model"].weight_bytes
 
     def capture_graphs(self) -> None:
-        """Capture the graphs of this group of ranks, as in m6; of those of an earlier group nothing is left.
-
-        A model that cannot be captured makes the ranks form a new group, so the other one is captured once more.
-        Between two steps: while one is in flight, its tensors take the memory.
-        """
+        """Capture the graphs as in m6, unless this group of ranks has them. No step may be in flight: its tensors take
+        memory. If one of two models cannot be captured, the ranks form a new group: the other is captured again."""
         while self._group != self.ranks.num_groups:
             self._group = self.ranks.num_groups
             super().capture_graphs()
@@ -93,7 +90,7 @@ class ParallelModelRunner(ModelRunner):
         if self.ranks.size == 1:
             return super().sample(batch, forward_batch, hidden, drafts)
         has_logits = any(batch.sample_lens)
-        if batch.prompts_to_rate or not has_logits:  # the hosts wait for their devices before logits are gathered
+        if batch.prompts_to_rate or not has_logits:  # nothing is gathered, or not before a host waits for its device
             self.ranks.arrive()
         if self.ranks.is_first:
             output = super().sample(batch, forward_batch, hidden, drafts)

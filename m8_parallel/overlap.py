@@ -28,6 +28,7 @@ from m8_parallel.engine_core import ParallelEngineCore
 from m8_parallel.errors import RankLostError
 from m8_parallel.messages import to_bytes
 from m8_parallel.model_runner import ParallelModelRunner, outcome_of
+from m8_parallel.notes import T
 from m8_parallel.scheduler import ParallelScheduler
 
 
@@ -49,9 +50,9 @@ class ChoiceOfRank:
 
 
 class ParallelLauncher(Launcher):
-    """The launcher of a rank. `_run` ends only when it has ended on all ranks, and its error is that of all steps in
-    flight; where none is, it first captures missing graphs. `_choose` is that of rank 0; `wait` and `_wait_for` end if
-    another rank is lost."""
+    """The launcher of a rank. `_run` ends only when it has ended on all ranks (`on_all_ranks`); where no step is in
+    flight, it first captures missing graphs. `_choose` is that of rank 0; `wait` and `_wait_for` end if another rank is
+    lost."""
 
     runner_class = ParallelModelRunner
 
@@ -75,14 +76,21 @@ class ParallelLauncher(Launcher):
     def _run(self, part: Callable[[ForwardOutput], None], launched: ForwardOutput) -> None:
         if not self._flying:
             self.runner.capture_graphs()
-        super()._run(lambda step: self.runner.on_all_ranks(lambda: part(step)), launched)
-        others = [each for each in self._flying if each is not launched]
-        if launched.error is not None:
-            for each in others:
-                each.error = launched.error
+        super()._run(lambda step: self.on_all_ranks(lambda: part(step)), launched)
+        self._flying = [each for each in self._flying if each is not launched]
+        if launched.error is None and launched.output is None:
+            self._flying.append(launched)
+
+    def on_all_ranks(self, part: Callable[[], T]) -> T:
+        """Run a part of a step, which ends when it has ended on all ranks. Its error is that of all steps in flight."""
+        try:
+            result: T = self.runner.on_all_ranks(part)
+        except Exception as error:
+            for each in self._flying:
+                each.error = error
             self._flying = []
-        else:
-            self._flying = others if launched.output is not None else [*others, launched]
+            raise
+        return result
 
     def _wait_for(self, event: Any) -> None:
         self.runner.ranks.wait_for(event)
@@ -118,5 +126,5 @@ class OverlapParallelEngineCore(ParallelEngineCore, OverlapEngineCore):
     def _prepared(self, batch: ScheduleBatch, before: InFlight | None) -> Any:
         if all(info.is_plain for _, info in self.late.living(batch)):  # their tokens are not counted
             return super()._prepared(batch, before)
-        prepared, runner = super()._prepared, self.executor.worker.model_runner
-        return runner.on_all_ranks(lambda: prepared(batch, before))
+        prepared = super()._prepared
+        return self.launcher.on_all_ranks(lambda: prepared(batch, before))

@@ -3,7 +3,8 @@
 If a rank has died, the next collective of the others fails at once. A rank that is stopped, or whose host is gone, is
 found by its heartbeat: the counter does not change any more. torchrun ends all ranks as soon as one has died, by
 SIGTERM, after a tenth of a second; a survivor has its error out first. It would wait half a minute for a stopped rank,
-so the survivors on the same host end it. vLLM and SGLang watch their own child processes; here there are none.
+so the survivors on the same host end it. A host that waits for its device in C hears of nothing, so this thread ends
+what the device waits for (`Watch.guard`). vLLM and SGLang watch their own child processes; here there are none.
 """
 
 import os

@@ -235,6 +235,18 @@ def test_a_step_in_flight_has_the_error_of_the_arrival_before_it(launcher: Any) 
     assert first.error is second.error is not None
 
 
+def test_a_step_in_flight_has_the_error_of_what_is_prepared_behind_it(launcher: Any) -> None:
+    captures: list[int] = []
+    launcher.runner.capture_graphs = lambda: captures.append(1)
+    first, second = step(), step()
+    launcher._run(launch, first)
+    with pytest.raises(MemoryError) as raised:
+        launcher.on_all_ranks(lambda: fail(None))
+    assert first.error is raised.value
+    launcher._run(launch, second)
+    assert second.error is None and len(captures) == 2  # none is in flight before the two
+
+
 def test_a_step_that_has_arrived_keeps_its_tokens(launcher: Any) -> None:
     first, second = step(), step()
     launcher._run(launch, first)
