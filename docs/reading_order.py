@@ -134,7 +134,6 @@ READING = {
     ),
     "m8_parallel": (
         ("wiring.py", "what a rank has in place of m6's parts, and what all agree on at the start"),
-        ("notes.py", "notes in the store, and the waits for them"),
         ("ranks.py", "collectives, and how an error of one rank becomes the error of all"),
         ("models/plan.py", "which layer is cut how"),
         ("models/shards.py", "the part of each tensor that a rank keeps"),
