@@ -45,11 +45,7 @@ def join(*, step_timeout_s: float, long_timeout_s: float, on_gpu: bool) -> Ranks
         # torchrun sets 1: NCCL's watchdog would end this process when another rank aborts the group
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     timeouts = {"step_timeout_s": step_timeout_s, "long_timeout_s": long_timeout_s}
-    try:
-        return Ranks(rank, size, PrefixStore(job, store), watch, device=device, **timeouts)
-    except BaseException:
-        watch.close()
-        raise
+    return Ranks(rank, size, PrefixStore(job, store), watch, device=device, **timeouts)
 
 
 def name_of_start(store: Any, rank: int, size: int, limit_s: float) -> str:

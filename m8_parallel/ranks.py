@@ -65,7 +65,10 @@ class Ranks(Notes):
         long_timeout_s: float = 600.0,
     ) -> None:
         """`rank`: its number; rank 0 has the user. `store`: for notes (`torch.distributed.Store`). `watch`: heartbeats
-        of the ranks. `device`: of the model. `long_timeout_s`: of a `meet`."""
+        of the ranks, closed if they do not all join. `device`: of the model. `long_timeout_s`: of a `meet`.
+
+        Raises `RankLostError`, and `ConfigError` for a device that cannot be used.
+        """
         super().__init__(rank, size, store, watch, long_timeout_s)
         self.device, self.step_timeout_s = device, step_timeout_s
         self.in_step = False
@@ -75,8 +78,13 @@ class Ranks(Notes):
         """What has CUDA graphs of the group."""
         self._messages = self._agreements = self._arrivals = 0
         if size > 1:
-            self.meet()
-            self._form()
+            try:
+                self.meet()
+                self._form()
+            except BaseException:
+                self._abort()
+                self.watch.close()
+                raise
 
     @property
     def is_first(self) -> bool:

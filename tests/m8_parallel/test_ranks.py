@@ -113,13 +113,18 @@ def test_devices_are_connected_when_a_group_is_formed_and_when_it_is_formed_anew
     assert ranks.store.check(["left 1"])
 
 
-def test_a_device_that_cannot_be_used_is_a_typed_error(ranks: Any, nccl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_be_used_is_a_typed_error_and_leaves_no_group(
+    ranks: Any, nccl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise torch.AcceleratorError("invalid device ordinal")
 
     monkeypatch.setattr(torch, "zeros", fail)
+    monkeypatch.setattr(Ranks, "meet", lambda _: None)
+    ranks.watch.close = lambda: nccl.calls.append("close")
     with pytest.raises(ConfigError, match="rank 0 cannot use cuda:0: invalid device ordinal"):
-        ranks._form()
+        Ranks(0, 2, ranks.store, ranks.watch, device=ranks.device)
+    assert nccl.calls[-3:] == ["release", "leave", "close"]
 
 
 def test_a_rank_that_leaves_the_job_has_not_raised_its_own_loss(ranks: Any, nccl: Any) -> None:
