@@ -134,7 +134,7 @@ READING = {
     ),
     "m8_parallel": (
         ("wiring.py", "what a rank has in place of m6's parts, and what all agree on at the start"),
-        ("ranks.py", "collectives, notes in the store, and how an error of one rank becomes the error of all"),
+        ("ranks.py", "collectives, and how an error of one rank becomes the error of all"),
         ("models/plan.py", "which layer is cut how"),
         ("models/shards.py", "the part of each tensor that a rank keeps"),
         ("models/parallel_decoder.py", "where parts are added up, and logits gathered"),

@@ -6,8 +6,8 @@ scheduler, so no decision is sent. torchrun starts the ranks:
 
     torchrun --nproc-per-node 2 -m m8_parallel.demo --tp 2
 
-Without it this is m6. Read `ranks.py` and `job.py`, `models/plan.py`, `shards.py` and `parallel_decoder.py`, then
-`scheduler.py`, `model_runner.py`, `graphs.py`, `overlap.py` and `engine_core.py`.
+Without it this is m6. Read `notes.py`, `ranks.py` and `job.py`, `models/plan.py`, `shards.py` and
+`parallel_decoder.py`, then `scheduler.py`, `model_runner.py`, `graphs.py`, `overlap.py` and `engine_core.py`.
 """
 
 import m6_multimodal_pd as m6

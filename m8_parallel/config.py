@@ -20,7 +20,7 @@ class ParallelConfig:
     expert_parallel: bool = False
     """Whether each rank has some of the experts whole, and not a part of each."""
     step_timeout_s: PositiveFloat = 10.0
-    """Timeout of each collective, in seconds; then the rank that waits raises `RankLostError`."""
+    """Timeout of each collective between hosts, in seconds; then the rank that waits raises `RankLostError`."""
     load_timeout_s: PositiveFloat = 600.0
     """Timeout of each other wait for all ranks, in seconds: loading, measuring, writing files, agreeing on an error."""
     digest_interval: PositiveInt = 64

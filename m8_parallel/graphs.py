@@ -1,9 +1,9 @@
-"""m6's CUDA graphs on a rank: a captured step contains its all-reduces.
+"""m6's CUDA graphs on a rank: the all-reduces of a captured step are inside its graph.
 
 With NCCL a collective is a kernel, so a graph starts it with all others, and no host takes part. All ranks replay or
-none does: padded tokens are in the sums, too. A graph has the group of its capture, and NCCL does not end a group that
-a graph has: before the ranks leave it, they destroy their graphs (`Ranks.graphs`). When they have formed a new one,
-after an error in a step, they capture again. vLLM captures the same, and has its own all-reduce for it.
+none does: padded tokens are in the sums, too. Such a graph belongs to the group of ranks in which it was captured, and
+NCCL does not end that group before the graph is destroyed, so ranks that leave their group destroy their graphs first
+(`Ranks.graphs`). In their new group they capture again. vLLM captures the same, and has its own all-reduce for it.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from m8_parallel.ranks import Ranks
 
 
 class GraphRunnerOfRank(GraphRunner):
-    """The graphs of a rank. `takes` refuses those of a group that is gone, `_run` notes the collectives of a graph, and
-    `__call__` counts them."""
+    """The graphs of a rank. `takes` refuses those of a group that is gone, `_run` notes the collectives inside a graph,
+    and `__call__` counts them."""
 
     def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
         """As m6's. Every rank calls this."""
@@ -31,9 +31,14 @@ class GraphRunnerOfRank(GraphRunner):
         ranks.graphs.add(self)
         super().__init__(*args, **kwargs)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the ranks still have the group of the capture."""
+        return self.group == self.ranks.num_groups
+
     def takes(self, metadata: AttentionMetadata) -> bool:
         """Return whether there is a graph for such a step."""
-        return self.group == self.ranks.num_groups and super().takes(metadata)
+        return self.is_current and super().takes(metadata)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Return the hidden states, as in m6."""
@@ -46,26 +51,42 @@ class GraphRunnerOfRank(GraphRunner):
         before = len(self.ranks.record.calls)
         super()._run(model, kv, bucket)
         self.collectives[bucket] = self.ranks.record.calls[before:]
-        if model.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if model.device.type == "cuda" and not self.ranks.is_capturing:
             self.ranks.meet_in_step()  # one that has failed, or compiles kernels for long, is waited for on the host
             self.ranks.wait_for()
 
 
 class GraphCaptureOfRank(GraphCapture):
-    """Captures on all ranks: what one of them cannot capture (`_captured`) runs eagerly on all, and `capture` replaces
-    earlier graphs."""
+    """Captures on all ranks. What one of them cannot capture runs eagerly on all (`_captured`), and is not tried again
+    (`capture`). `capture` and `measure` raise the error of a lost rank."""
 
     def __init__(self, ranks: Ranks, capture: GraphCapture) -> None:
         """`capture`: of an engine without ranks."""
         vars(self).update(vars(capture))
         self.ranks = ranks
         self.make_runner = lambda *args, **kwargs: GraphRunnerOfRank(ranks, *args, **kwargs)
+        self._refused: set[str] = set()
 
     def capture(self, name: str, model: Decoder, kv: KVStorage, limits: GraphLimits) -> None:
-        """Let the steps of `model` over `kv` be replayed, in place of earlier graphs. Every rank calls this."""
-        if isinstance(kv.step, GraphRunner):
+        """Let the steps of `model` over `kv` be replayed, unless they are, in place of graphs of an earlier group.
+
+        Every rank calls this. Raises `RankLostError`.
+        """
+        if isinstance(kv.step, GraphRunnerOfRank):
+            if kv.step.is_current:
+                return
             kv.step = None
-        super().capture(name, model, kv, limits)
+        if name not in self._refused:
+            super().capture(name, model, kv, limits)
+            self.ranks.check()
+            if not isinstance(kv.step, GraphRunnerOfRank):
+                self._refused.add(name)
+
+    def measure(self, model: Decoder, limits: GraphLimits) -> int:
+        """Return the bytes of the graphs, as in m6. Every rank calls this. Raises `RankLostError`."""
+        num_bytes = super().measure(model, limits)
+        self.ranks.check()
+        return num_bytes
 
     def _captured(self, model: Decoder, kv: KVStorage, limits: GraphLimits) -> GraphRunner:
         captured = super()._captured

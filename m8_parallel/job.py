@@ -5,13 +5,14 @@ import secrets
 import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from m1_single_request.errors import ConfigError
 from m8_parallel.errors import RankLostError
-from m8_parallel.ranks import Ranks
+from m8_parallel.ranks import CPU, Ranks
 from m8_parallel.watch import Watch
 
 PAUSE_S = 0.02
@@ -35,20 +36,16 @@ def join(*, step_timeout_s: float, long_timeout_s: float, on_gpu: bool) -> Ranks
         store, rank, size = next(rendezvous("env://"))
         of_watch, _, _ = next(rendezvous("env://"))
         job = name_of_start(store, rank, size, long_timeout_s)
-        watch = Watch(rank, size, PrefixStore(f"watch {job}", of_watch))
+        watch = Watch(rank, size, PrefixStore(job, of_watch))
     except dist.DistError as error:
         raise RankLostError(f"the store of the job cannot be reached: {error}") from error
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # notes and input are on the host
-    if on_gpu:  # torchrun sets 1: NCCL's watchdog would end this process when another rank aborts the group
+    device = CPU
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        # torchrun sets 1: NCCL's watchdog would end this process when another rank aborts the group
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    notes = PrefixStore(f"notes {job}", store)
-    try:
-        return Ranks(
-            rank, size, notes, watch, backend=backend, step_timeout_s=step_timeout_s, long_timeout_s=long_timeout_s
-        )
-    except BaseException:
-        watch.close()
-        raise
+    timeouts = {"step_timeout_s": step_timeout_s, "long_timeout_s": long_timeout_s}
+    return Ranks(rank, size, PrefixStore(job, store), watch, device=device, **timeouts)
 
 
 def name_of_start(store: Any, rank: int, size: int, limit_s: float) -> str:

@@ -33,6 +33,7 @@ T = TypeVar("T")
 class ParallelModelRunner(ModelRunner):
     """The model runner of a rank.
 
+    `capture_graphs` captures again for a new group of the ranks.
     `execute_model` returns the same output or raises the same error on all ranks, `sample` is that of rank 0, whose
     outcome the others receive, and `drafted` gives all ranks the drafts of rank 0; a measured cost (`_cost_of`) is that
     of the slowest rank.
@@ -43,21 +44,31 @@ class ParallelModelRunner(ModelRunner):
         if parts["graph_capture"] is not None:
             parts["graph_capture"] = GraphCaptureOfRank(ranks, parts["graph_capture"])
         super().__init__(**parts)
+        self._group: int | None = None  # for which the graphs were captured
         self.ranks, self.tracer, self.weight_bytes = ranks, tracer, parts["loaded_model"].weight_bytes
+
+    def capture_graphs(self) -> None:
+        """Capture the graphs as in m6, unless this group of ranks has them. No step may be in flight: its tensors take
+        memory. If one of two models cannot be captured, the ranks form a new group: the other is captured again."""
+        while self._group != self.ranks.num_groups:
+            self._group = self.ranks.num_groups
+            super().capture_graphs()
 
     def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
         """Run a step on all ranks."""
+        self.capture_graphs()
         execute = super().execute_model
         return self._together(lambda: execute(batch))
 
-    def on_all_ranks(self, part: Callable[[T], None], launched: T) -> None:
+    def on_all_ranks(self, part: Callable[[], T]) -> T:
         """Run a part of a step, which ends when it has ended on all ranks."""
 
-        def run() -> None:
-            part(launched)
+        def run() -> T:
+            result = part()
             self.ranks.smallest(0)
+            return result
 
-        self._together(run)
+        return self._together(run)
 
     def _together(self, call: Callable[[], T]) -> T:
         """Return `call()`, a part of a step. After an error nothing is left that one rank may have and another not."""
@@ -68,7 +79,6 @@ class ParallelModelRunner(ModelRunner):
         except Exception:
             if self.ranks.size > 1:
                 self.encoder.clear()
-                self.capture_graphs()  # those of before have the group that the ranks have left
             raise
         finally:
             self.tracer.emit(Collectives.of, self.ranks, self.ranks.record.taken())
@@ -79,10 +89,9 @@ class ParallelModelRunner(ModelRunner):
         """Sample on rank 0, and return its outcome on all ranks."""
         if self.ranks.size == 1:
             return super().sample(batch, forward_batch, hidden, drafts)
-        if self.device.type == "cuda":
-            self.ranks.smallest(0)  # the step is queued on all: no host waits for a device that waits for another rank
-            self.ranks.wait_for()
         has_logits = any(batch.sample_lens)
+        if batch.prompts_to_rate or not has_logits:  # nothing is gathered, or not before a host waits for its device
+            self.ranks.arrive()
         if self.ranks.is_first:
             output = super().sample(batch, forward_batch, hidden, drafts)
             if not has_logits:

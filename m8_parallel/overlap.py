@@ -2,7 +2,7 @@
 
 Which step is launched behind which is a decision of the host, so all ranks launch the same. The tokens of a step that
 the device chooses are those of rank 0: they are broadcast behind the choice, on the device, where the next step reads
-them, and once more when they arrive, for the books of the other ranks. A part of a step (launch or arrival) ends on no
+them, and once more when they arrive, for the hosts of the other ranks. A part of a step (launch or arrival) ends on no
 rank before it has ended on all, so what fails on one of them fails in the same part on all. A step in flight ends with
 the same error: its collectives end when the ranks leave their group, and its numbers are wrong.
 
@@ -11,7 +11,6 @@ On CPUs collectives stand between the operations of a step, and its host makes t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from m8_parallel.engine_core import ParallelEngineCore
 from m8_parallel.errors import RankLostError
 from m8_parallel.messages import to_bytes
 from m8_parallel.model_runner import ParallelModelRunner, outcome_of
+from m8_parallel.notes import T
 from m8_parallel.scheduler import ParallelScheduler
 
 
@@ -50,8 +50,9 @@ class ChoiceOfRank:
 
 
 class ParallelLauncher(Launcher):
-    """The launcher of a rank. `_run` ends only when it has ended on all ranks, and its error is that of all steps in
-    flight; `_choose` is that of rank 0; `wait` and `_wait_for` end if another rank is lost."""
+    """The launcher of a rank. `_run` ends only when it has ended on all ranks (`on_all_ranks`); where no step is in
+    flight, it first captures missing graphs. `_choose` is that of rank 0; `wait` and `_wait_for` end if another rank is
+    lost."""
 
     runner_class = ParallelModelRunner
 
@@ -61,7 +62,8 @@ class ParallelLauncher(Launcher):
         self._flying: list[ForwardOutput] = []
 
     def wait(self) -> None:
-        """Return when no step runs. If another rank is lost, leave the job: that ends what waits for it."""
+        """Return when no step runs. If another rank is lost, leave the job, which ends the collectives of the device:
+        they would wait for that rank."""
         ranks = self.runner.ranks
         try:
             if self.is_cuda:
@@ -72,31 +74,40 @@ class ParallelLauncher(Launcher):
         super().wait()
 
     def _run(self, part: Callable[[ForwardOutput], None], launched: ForwardOutput) -> None:
-        super()._run(partial(self.runner.on_all_ranks, part), launched)
-        others = [each for each in self._flying if each is not launched]
-        if launched.error is not None:
-            for each in others:
-                each.error = launched.error
+        if not self._flying:
+            self.runner.capture_graphs()
+        super()._run(lambda step: self.on_all_ranks(lambda: part(step)), launched)
+        self._flying = [each for each in self._flying if each is not launched]
+        if launched.error is None and launched.output is None:
+            self._flying.append(launched)
+
+    def on_all_ranks(self, part: Callable[[], T]) -> T:
+        """Run a part of a step, which ends when it has ended on all ranks. Its error is that of all steps in flight."""
+        try:
+            result: T = self.runner.on_all_ranks(part)
+        except Exception as error:
+            for each in self._flying:
+                each.error = error
             self._flying = []
-        else:
-            self._flying = others if launched.output is not None else [*others, launched]
+            raise
+        return result
 
     def _wait_for(self, event: Any) -> None:
         self.runner.ranks.wait_for(event)
 
     def _choose(self, hidden: Tensor, sampling: SamplingMetadata) -> tuple[Any, Tensor]:
-        ranks, own = self.runner.ranks, None
+        ranks, own, logits = self.runner.ranks, None, self.runner.model.queue_logits(hidden)
         if ranks.is_first:
-            own, tokens = super()._choose(hidden, sampling)
+            own, tokens = Choice.queued(self.row_sampler.sampler, logits, sampling)
         else:
-            self.runner.model.compute_logits(hidden)
             # zeros: if the ranks leave their group before the broadcast, these are read
             tokens = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
         return ChoiceOfRank(own, self.runner), ranks.broadcast(tokens)
 
 
 class OverlapParallelEngineCore(ParallelEngineCore, OverlapEngineCore):
-    """Both: the engine core of a rank, with one step in flight. `_schedule` also compares decisions."""
+    """Both: the engine core of a rank, with one step in flight. `_schedule` also compares decisions, and `_prepared` is
+    a part of the step that ends on all ranks, because it writes to the device."""
 
     usual_parts = UsualParts(scheduler=ParallelScheduler, model_runner=ParallelModelRunner)
     launcher_class = ParallelLauncher
@@ -111,3 +122,9 @@ class OverlapParallelEngineCore(ParallelEngineCore, OverlapEngineCore):
         batch, record = super()._schedule(before)
         self.scheduler.compare(batch)
         return batch, record
+
+    def _prepared(self, batch: ScheduleBatch, before: InFlight | None) -> Any:
+        if all(info.is_plain for _, info in self.late.living(batch)):  # their tokens are not counted
+            return super()._prepared(batch, before)
+        prepared = super()._prepared
+        return self.launcher.on_all_ranks(lambda: prepared(batch, before))

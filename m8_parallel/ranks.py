@@ -2,25 +2,24 @@
 
 A *rank* is a process of the job; torchrun starts them and gives each a number. A *collective* is an operation that all
 ranks enter together, each with its own tensor: an all-reduce adds the tensors up, a gather brings them to rank 0, a
-broadcast takes one from rank 0 to all. `torch.distributed` has them, over gloo or NCCL, and a store in which ranks
-leave notes. Here is what an engine needs besides:
+broadcast takes one from rank 0 to all. `torch.distributed` has them, over gloo or NCCL. Here is what an engine needs
+besides:
 
     a record of all collectives (`record`), bytes of any length, and typed errors
-    `meet`: a wait for all ranks that is no collective, because one may load or think for minutes
     `agree`: the error of one rank is the error of all
-    `form_anew`: an error inside a step; the others leave their collective at once, and all can go on
+    `together`: an error inside a step; the others leave their collective at once, and all can go on
+    `arrive`: on GPUs a host only queues a collective, and waits for it when all ranks have queued it
 
 vLLM: `distributed/parallel_state.py` (`GroupCoordinator`); SGLang the same. There an error on one rank ends the job.
 """
 
-import math
 import re
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import msgspec
@@ -29,18 +28,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
 
-from m1_single_request.errors import EngineDeadError
+from m1_single_request.errors import ConfigError, EngineDeadError
+from m3_paged_attention.worker import current_device
 from m6_multimodal_pd.disaggregation.runtime.jobs import error_of, fault_of
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault
 from m8_parallel.collective_record import Collective, CollectiveRecord
-from m8_parallel.errors import RankLostError, RanksDifferError
+from m8_parallel.errors import RanksDifferError
+from m8_parallel.notes import Notes, T
 from m8_parallel.watch import Watch
 
-T = TypeVar("T")
 HEAD_BYTES, FIRST_BYTES = 8, 1024
 """Of a message: its length, and what goes with it in one broadcast."""
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
-"""Between two looks for a note."""
+CPU = torch.device("cpu")
+LOOK_S = 0.00005
+"""Between two looks at a device."""
 LOOKS_PER_NOTE = 200
 """Looks at a device for each one into the store."""
 
@@ -49,7 +50,7 @@ class Interrupted(Exception):
     """Another rank has left the step because of an error."""
 
 
-class Ranks:
+class Ranks(Notes):
     """This process among the ranks of its job; without a store it is alone, and has no collectives."""
 
     def __init__(
@@ -59,37 +60,45 @@ class Ranks:
         store: Any = None,
         watch: Watch | None = None,
         *,
-        backend: str = "gloo",
+        device: torch.device = CPU,
         step_timeout_s: float = 10.0,
         long_timeout_s: float = 600.0,
     ) -> None:
         """`rank`: its number; rank 0 has the user. `store`: for notes (`torch.distributed.Store`). `watch`: heartbeats
-        of the ranks. `backend`: of torch.distributed. `long_timeout_s`: of a `meet`."""
-        self.rank, self.size, self.store, self.backend = rank, size, store, backend
-        self.watch: Any = watch
-        self.step_timeout_s, self.long_timeout_s = step_timeout_s, long_timeout_s
-        self.leads = False
-        """Whether this rank has the user, and others to tell what comes in."""
+        of the ranks, closed if they do not all join. `device`: of the model. `long_timeout_s`: of a `meet`.
+
+        Raises `RankLostError`, and `ConfigError` for a device that cannot be used.
+        """
+        super().__init__(rank, size, store, watch, long_timeout_s)
+        self.device, self.step_timeout_s = device, step_timeout_s
         self.in_step = False
         """Whether another rank may leave the group, because of an error of the step."""
         self.record = CollectiveRecord()
-        self.num_groups = 0
-        """Number of groups that have been formed."""
         self.graphs: WeakSet[Any] = WeakSet()
         """What has CUDA graphs of the group."""
-        self._messages = self._meetings = self._agreements = self._arrivals = 0
+        self._messages = self._agreements = self._arrivals = 0
         if size > 1:
-            self.meet()
-            self._form()
+            try:
+                self.meet()
+                self._form()
+            except BaseException:
+                self._abort()
+                self.watch.close()
+                raise
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     @property
-    def is_lost(self) -> bool:
-        """Whether another rank is lost, and the job with it."""
-        return self.watch is not None and self.watch.lost is not None
+    def is_queued(self) -> bool:
+        """Whether a host only queues the collectives of its device, as it does with NCCL."""
+        return self.device.type == "cuda"
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether this rank captures a CUDA graph now."""
+        return self.is_queued and torch.cuda.is_current_stream_capturing()
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -169,6 +178,8 @@ class Ranks:
             traceback.clear_frames(error.__traceback__)  # they hold the group, whose threads end with it
             if (why := self._why_left()) is not None:
                 self._raise_left(why)
+            if self.is_capturing:  # the device is not lost: this cannot be captured
+                raise
             raise self._lost(re.sub(r"^\[.*?\] |\. .*", "", str(error).splitlines()[0])) from error
         seconds = time.perf_counter() - began
         self.record.add(Collective(kind, tensor.nbytes, began, seconds))
@@ -179,11 +190,11 @@ class Ranks:
             raise Interrupted
         raise self._lost(why or "another rank has left a step that has ended here")
 
-    # --- notes in the store -------------------------------------------------------------------------------------------
+    # --- waits and errors ---------------------------------------------------------------------------------------------
 
     def lead(self, data: bytes) -> None:
         """Give bytes to `follow` of all others, which wake up."""
-        self._check()
+        self.check()
         self._note(lambda: self.store.add("messages", 1))
         self.send_to_all(data)
 
@@ -192,14 +203,6 @@ class Ranks:
         self._messages += 1
         self._wait(lambda: self.store.add("messages", 0) >= self._messages)
         return self.receive()
-
-    def meet(self) -> None:
-        """Wait until all ranks are here: for what one may take much longer to reach than a collective waits."""
-        if self.size == 1:
-            return
-        self._meetings += 1
-        self._note(lambda: self.store.add("meetings", 1))
-        self._wait(lambda: self.store.add("meetings", 0) >= self._meetings * self.size, self.long_timeout_s)
 
     def meet_in_step(self) -> None:
         """`meet` inside a step, which ends if another rank leaves the group."""
@@ -230,7 +233,18 @@ class Ranks:
                 raise self._lost(self.watch.lost)
             if looks % LOOKS_PER_NOTE == 0:
                 self._check_in_step()
-            time.sleep(SHORTEST_PAUSE_S / 4)
+            time.sleep(LOOK_S)
+
+    def arrive(self) -> None:
+        """Wait until the hosts of all ranks are here, and what they have queued has ended; on CPUs nothing is queued.
+
+        A host calls this between a collective and its first look at the result: a rank with an error may not have
+        queued the collective, and the devices of the others wait for it. The wait for the hosts has the timeout of a
+        step. Raises the errors of `wait_for`.
+        """
+        if self.is_queued and self.size > 1:
+            self.smallest(0)
+            self.wait_for()
 
     def _check_in_step(self) -> None:
         """Raise what it means that another rank has left the group, if one has."""
@@ -290,7 +304,8 @@ class Ranks:
 
     def form_anew(self) -> None:
         """Leave the group of a step, so that the others leave it, too, and form the next one with them."""
-        self._leave("")
+        self._note(lambda: self._note_end(""))
+        self._abort()
         self.meet()
         self._form()
 
@@ -299,81 +314,47 @@ class Ranks:
         self.leads = False
         if self.size == 1:
             return
-        is_raised = self.watch.is_raised
-        with suppress(RankLostError):
-            self._leave(f"rank {self.rank} has failed: {why}")
-        self.watch.is_raised = is_raised
+        with suppress(dist.DistError):
+            self._note_end(f"rank {self.rank} has failed: {why}")
+        self._abort()
         self.watch.lost = self.watch.lost or f"rank {self.rank} has left the job: {why}"
 
-    def _leave(self, why: str) -> None:
-        """Leave the group; `why` is empty if the next one is formed."""
-        key = f"left {self.num_groups}"
-        if not self._why_left():
-            self._note(lambda: self.store.set(key, why))
+    def _abort(self) -> None:
+        """End the collectives of this rank, and its group."""
+        self.watch.release()
         for graphs in list(self.graphs):
             graphs.reset()  # first: NCCL waits for graphs that have the group
         if dist.is_initialized():
             _abort_process_group()  # the public function waits for kernels of NCCL, and they for other ranks
 
-    def _why_left(self) -> str | None:
-        """Return why another rank has left the group; None if none has."""
-        key = f"left {self.num_groups}"
-        return self._read(key).decode() if self._note(lambda: self.store.check([key])) else None
-
-    def compare(self, name: str, decided: str) -> list[str]:
-        """Return the texts `decided` of all ranks, by rank. Every rank calls this."""
-        key = f"{name} {self._meetings}"
-        self._note(lambda: self.store.set(f"{key} {self.rank}", decided))
-        self.meet()
-        return [self._read(f"{key} {rank}").decode() for rank in range(self.size)]
-
     def _form(self) -> None:
         self.num_groups, self._arrivals = self.num_groups + 1, 0
         store = PrefixStore(f"group {self.num_groups}", self.store)
         timeout = timedelta(seconds=self.step_timeout_s)
+        on_gpu = self.device.type == "cuda"
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # messages and sums of hosts stay on the host
         try:
-            dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-            if "nccl" in self.backend:  # its watchdog would end the process; the hosts meet behind each part of a step
-                nccl: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
-                nccl._set_default_timeout(timedelta(seconds=self.long_timeout_s))
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise self._lost(str(error).splitlines()[0]) from error
+        if on_gpu:
+            self._connect(dist.group.WORLD._get_backend(self.device))  # type: ignore[union-attr]
 
-    def _wait(self, is_there: Callable[[], bool], limit_s: float = math.inf) -> None:
-        """Wait for a note of others, in short looks."""
-        pause, end = SHORTEST_PAUSE_S, time.monotonic() + limit_s
-        while not self._note(is_there):
-            self._check()
-            if self.watch.closed and not self._note(is_there):
-                raise self._lost(f"rank {self.watch.closed[0]} has closed its engine")
-            if time.monotonic() > end:
-                raise self._lost(f"the other ranks did not arrive within {limit_s:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+    def _connect(self, nccl: Any) -> None:
+        """Connect the devices of the ranks. NCCL does that in the first collective, and the host waits for it in C."""
+        nccl._set_default_timeout(timedelta(seconds=self.long_timeout_s))  # its watchdog must not end a long wait
+        self.watch.guard(f"left {self.num_groups}", nccl.abort)
+        with self.record.uncounted():
+            number = self.agreed(self._number_on_device)
+            with current_device(self.device):
+                self.all_reduce(number)
+                self.wait_for()
 
-    def _read(self, key: str) -> bytes:
-        note: bytes = self._note(lambda: self.store.get(key))
-        return note
-
-    def _note(self, call: Callable[[], T]) -> T:
-        """Use the store. Raises `RankLostError` if it is gone."""
+    def _number_on_device(self) -> Tensor:
         try:
-            return call()
-        except dist.DistError as error:
-            raise self._lost(f"the store of the job: {error}") from error
-
-    def _lost(self, why: str) -> RankLostError:
-        """Return the error that another rank is lost."""
-        self.leads = False
-        self.watch.lost = self.watch.lost or f"rank {self.rank} cannot continue: {why}"
-        self.watch.is_raised = True
-        return RankLostError(self.watch.lost)
-
-    def _check(self) -> None:
-        if self.is_lost:
-            raise self._lost(self.watch.lost)
-        if why := self._why_left():
-            raise self._lost(why)
+            return torch.zeros(1, device=self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"rank {self.rank} cannot use {self.device}: {str(error).splitlines()[0]}") from error
 
     def close(self) -> None:
         """Leave the job."""

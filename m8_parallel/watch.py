@@ -1,15 +1,17 @@
-"""Heartbeats of the ranks: each increments a counter in the store, from a thread that does nothing else.
+"""Heartbeats of the ranks: each increments a counter in the store, from a thread of its own.
 
 If a rank has died, the next collective of the others fails at once. A rank that is stopped, or whose host is gone, is
 found by its heartbeat: the counter does not change any more. torchrun ends all ranks as soon as one has died, by
 SIGTERM, after a tenth of a second; a survivor has its error out first. It would wait half a minute for a stopped rank,
-so the survivors on the same host end it. vLLM and SGLang watch their own child processes; here there are none.
+so the survivors on the same host end it. A host that waits for its device in C hears of nothing, so this thread ends
+what the device waits for (`Watch.guard`). vLLM and SGLang watch their own child processes; here there are none.
 """
 
 import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ class Watch:
         self.closed: list[int] = []
         """Ranks that have closed their `Watch`, after an error too; their heartbeats are not checked any more."""
         self._closed = threading.Event()
+        self._guarded: tuple[str, Callable[[], object]] | None = None
+        self._ended = ""  # the note of the last group that this thread has ended
         self._seen: dict[int, tuple[bytes, int]] = {}  # the last heartbeat of a rank, and how often it was the same
         self._places: dict[int, tuple[str, int]] = {}  # host and process, by rank
         store.set(f"beat {rank}", "0")
@@ -47,6 +51,18 @@ class Watch:
         self._before: Any = None
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._on_terminate)
+
+    def guard(self, note: str, end: Callable[[], object]) -> None:
+        """Call `end` once as soon as a rank is lost, or leaves a group, which sets the key `note`; until `release`.
+
+        The host may wait in C then, for a device that waits for that rank: it reads no notes, and handles no signal.
+        `end` runs on a thread of its own, and may be called when the group has just been left.
+        """
+        self._guarded = note, end
+
+    def release(self) -> None:
+        """Forget the group of `guard`, before this rank leaves it itself."""
+        self._guarded = None
 
     def close(self) -> None:
         """Stop the heartbeat, and set the key that keeps the other ranks from taking this rank for lost."""
@@ -66,9 +82,17 @@ class Watch:
                 self._store.set(f"beat {self.rank}", str(number))
                 for other in self.others:
                     self._look_at(other)
+                self._look_at_group()
             except dist.DistError as error:
                 self.lost = self.lost or f"rank {self.rank} cannot reach the store of the job: {error}"
+                self._look_at_group()
                 return
+
+    def _look_at_group(self) -> None:
+        note, end = self._guarded or ("", None)
+        if end is not None and note != self._ended and (self.lost or self._store.check([note])):
+            self._ended = note
+            threading.Thread(target=end, name="end of a group", daemon=True).start()
 
     def _look_at(self, other: int) -> None:
         if other not in self._places and self._store.check([f"place {other}"]):

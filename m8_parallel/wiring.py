@@ -1,7 +1,6 @@
 """m8's table of contents: m6's, with the parts of a rank."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -109,7 +108,7 @@ def of_rank(config: EngineConfig, ranks: Ranks) -> EngineConfig:
         if torch.device(model.device if model.device != "auto" else "cuda").index is not None:
             raise ConfigError(f"device={shown(model.device)}: each rank has a GPU of its own, so leave out the number")
         # both only if they are asked for: with NCCL they have not run yet
-        model = replace(model, device=f"cuda:{os.environ['LOCAL_RANK']}", cuda_graphs=bool(model.cuda_graphs))
+        model = replace(model, device=str(ranks.device), cuda_graphs=bool(model.cuda_graphs))
         scheduler = replace(scheduler, enable_overlap=bool(scheduler.enable_overlap))
     if cache.disk_path is not None:
         cache = replace(cache, disk_path=Path(cache.disk_path) / f"rank-{ranks.rank}-of-{ranks.size}")

@@ -141,12 +141,7 @@ class OverlapEngineCore(EngineCore):
         number = self.tracer.step = self.iteration + (1 if before is None else 2)
         record.lap_began = time.perf_counter()
         behind = None if before is None or before.forward.has_arrived else before.forward
-        if before is not None and behind is not None:
-            self.late.expect(before.step, batch, self.launcher.newest_tokens)
-        work: Any = batch.get_model_worker_batch()
-        if work.sampling_info.newest is None:
-            work.sampling_info.metadata()  # on the device once, for all copies
-        work = replace(work, sampling_info=copy.copy(work.sampling_info))
+        work = self._prepared(batch, before if behind is not None else None)
         record.request_ids, record.num_tokens = work.rids, len(work.input_ids)
         record.num_prompt_tokens = work.num_prompt_tokens
         forward: ForwardOutput
@@ -159,6 +154,16 @@ class OverlapEngineCore(EngineCore):
         self.tracer.emit(StepLaunched.of, forward, None if before is None else before.step.number)
         record.lap("execute")
         return InFlight(step, forward, record)
+
+    def _prepared(self, batch: ScheduleBatch, behind: InFlight | None) -> Any:
+        """Return the data of a batch for the runner. The tokens of the step in flight, `behind` which it is launched,
+        are counted on the device."""
+        if behind is not None:
+            self.late.expect(behind.step, batch, self.launcher.newest_tokens)
+        work: Any = batch.get_model_worker_batch()
+        if work.sampling_info.newest is None:
+            work.sampling_info.metadata()  # on the device once, for all copies
+        return replace(work, sampling_info=copy.copy(work.sampling_info))
 
     def _arrive(self, arriving: InFlight, scheduled: ScheduleBatch | None) -> None:
         """Wait for a step, and read its tokens, or sample them; once. `scheduled`: the batch of the next launch."""

@@ -159,12 +159,12 @@ class LateResults:
         """
         step.is_expected = True
         in_step = set(map(id, step.batch.reqs))
-        for batch, info in self._living(scheduled):
+        for batch, info in self.living(scheduled):
             is_in = np.array([id(req) in in_step for req in batch.reqs])
             tokens = () if info.seen is None else newest_tokens(batch.req_pool_indices[is_in])
             info.advance(tokens, is_in.astype(np.int64))
 
-    def _living(self, scheduled: ScheduleBatch | None) -> list[tuple[PlainScheduleBatch, SamplingBatchInfo]]:
+    def living(self, scheduled: ScheduleBatch | None) -> list[tuple[PlainScheduleBatch, SamplingBatchInfo]]:
         """Return the batches that go on, with the rows for the sampler."""
         scheduler = self.scheduler
         batches = {id(batch): batch for batch in (scheduler.running_batch, scheduler.last_batch, scheduled) if batch}
@@ -176,7 +176,7 @@ class LateResults:
         if output is None or step.is_expected:
             return
         scheduler = self.scheduler
-        living = self._living(scheduled)
+        living = self.living(scheduled)
         for batch, info in living:
             advance(batch, info, output)
         if step.batch.num_prompts or step.batch.drafts:

@@ -104,11 +104,13 @@ class RankPart:
         hidden = functional.embedding(own.where(is_own, 0), table)
         return self.ranks.all_reduce(hidden * is_own[:, None].to(hidden.dtype))
 
-    def gathered(self, own: Tensor) -> Tensor:
+    def gathered(self, own: Tensor, *, is_read: bool) -> Tensor:
         """Return float32 logits `[num_rows, vocab_size]` on rank 0, of this rank's `own` and those of the others; on
-        others zeros, because they sample nothing."""
+        others zeros, because they sample nothing. `is_read`: whether the host reads them at once."""
         vocab_size, own = self.shard.config.vocab_size, own.to(torch.float32)
         parts = self.ranks.gather(own)
+        if is_read:
+            self.ranks.arrive()
         if not parts:
             return own.new_zeros(1).expand(len(own), vocab_size)
         return torch.cat(parts, 1)[:, :vocab_size]
@@ -136,7 +138,11 @@ class ParallelDecoder(Decoder):
         layer_by_layer(self)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.part.gathered(self.head(hidden))
+        return self.part.gathered(self.head(hidden), is_read=True)
+
+    def queue_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits as `compute_logits`, which the host may read when the step has arrived."""
+        return self.part.gathered(self.head(hidden), is_read=False)
 
 
 class ParallelVLDecoder(Qwen3VLDecoder):
@@ -155,7 +161,11 @@ class ParallelVLDecoder(Qwen3VLDecoder):
         layer_by_layer(self)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.part.gathered(self.head(hidden))
+        return self.part.gathered(self.head(hidden), is_read=True)
+
+    def queue_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits as `compute_logits`, which the host may read when the step has arrived."""
+        return self.part.gathered(self.head(hidden), is_read=False)
 
     def forward(
         self,

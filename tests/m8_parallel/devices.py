@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from m6_multimodal_pd.overlap.engine_core import OverlapEngineCore
 from m8_parallel import ranks
 from m8_parallel.overlap import OverlapParallelEngineCore
-from m8_parallel.ranks import Interrupted
+from m8_parallel.ranks import Interrupted, Ranks
 from tests.m6_multimodal_pd.late_launcher import LateLauncher
 from tests.m6_multimodal_pd.recorded_graphs import Capture, RecordedGraph, record, use_static_kernels, want
 
@@ -52,6 +53,37 @@ def record_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
             Capture.active.graph.calls.append(run)
 
     monkeypatch.setattr(dist, "all_reduce", reduce_and_record)
+    monkeypatch.setattr(Ranks, "is_capturing", property(lambda _: Capture.active is not None))
+
+
+def queue_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host of rank 0 only queue a gather of logits, as with NCCL: it may read them when its device is there."""
+    gather, queued = Ranks.gather, list[Any]()
+
+    def queue(self: Ranks, tensor: Tensor) -> list[Tensor]:
+        if tensor.dim() < 2:  # of hosts
+            return gather(self, tensor)
+        parts = [torch.full_like(tensor, torch.nan) for _ in range(self.size)] if self.is_first else []
+        arrived = [torch.empty_like(tensor) for _ in parts]
+        queued.append((dist.gather(tensor, arrived or None, async_op=True), parts, arrived))
+        return parts
+
+    def wait_for(self: Ranks, event: Any = None) -> None:
+        for work, parts, arrived in queued:
+            work.wait()
+            for part, found in zip(parts, arrived, strict=True):
+                part.copy_(found)
+        queued.clear()
+
+    def leave_group() -> None:
+        queued.clear()
+        _abort_process_group()
+
+    monkeypatch.setattr(ranks, "_abort_process_group", leave_group)
+    monkeypatch.setattr(Ranks, "gather", queue)
+    monkeypatch.setattr(Ranks, "wait_for", wait_for)
+    monkeypatch.setattr(Ranks, "is_queued", property(lambda _: True))
+    monkeypatch.setattr(Ranks, "is_capturing", False)
 
 
 def leave(graphs: list[RecordedGraph]) -> None:
@@ -62,10 +94,10 @@ def leave(graphs: list[RecordedGraph]) -> None:
 
 @contextmanager
 def devices(
-    *, graphs: bool = False, late: bool = False, seed: int | None = None, at_once: float = 0.5
+    *, graphs: bool = False, late: bool = False, queued: bool = False, seed: int | None = None, at_once: float = 0.5
 ) -> Iterator[list[RecordedGraph]]:
-    """In the block engines of ranks have such devices; yields the graphs that they make. `at_once`: the share of steps
-    that are computed when they are launched."""
+    """In the block engines of ranks have such devices; yields the graphs that they make. `queued`: logits are gathered
+    when the host waits for them. `at_once`: the share of steps that are computed when they are launched."""
     with pytest.MonkeyPatch.context() as patch:
         found: list[RecordedGraph] = []
         if graphs:
@@ -74,6 +106,8 @@ def devices(
             use_static_kernels(patch, "m8_parallel.model_loader")
             record_collectives(patch)
             patch.setattr(ranks, "_abort_process_group", lambda: leave(found))
+        if queued:
+            queue_gathers(patch)
         if late:
             rng = Random(seed or 0)  # the same on all ranks: it decides the order of their collectives
             of_rank = type("LateRank", (LateRank, OverlapParallelEngineCore.launcher_class), {})

@@ -9,9 +9,11 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,8 @@ import m8_parallel
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.output_processor import OutputProcessor
 from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
+from m6_multimodal_pd.graph_runner import GraphCapture
+from m6_multimodal_pd.overlap.late_results import LateResults
 from m8_parallel import (
     CacheConfig,
     LLMEngine,
@@ -37,7 +41,7 @@ from m8_parallel import (
 from m8_parallel.job import join
 from m8_parallel.model_runner import ParallelModelRunner
 from tests.equivalence.draws import MeasuringSampler
-from tests.m6_multimodal_pd.recorded_graphs import Capture
+from tests.m6_multimodal_pd.recorded_graphs import Capture, use_static_kernels
 from tests.m6_multimodal_pd.seeing import asking
 from tests.m8_parallel.devices import devices
 from tests.support.golden import ask, writing_engine
@@ -258,7 +262,7 @@ class Seen:
 
 class Failing(ParallelModelRunner):
     """Fails once on one rank: in the phase `where` of its third step. In `queued` see `LateRank`, in `sample`
-    `FailingInSample`."""
+    `FailingInSample`, in `counted` `fail`."""
 
     rank, where, calls = 0, "", 0
 
@@ -277,6 +281,8 @@ class Failing(ParallelModelRunner):
     def forward(self, batch: Any) -> torch.Tensor:
         """Fail before, or between two layers."""
         self.fail("before")
+        if self.where == "logits" and not hasattr(self, "_head"):
+            self._head, self.model.head = self.model.head, self._without_logits
         if self.where == "between" and self.rank == RANK:
             layer = self.model.layers[-1]
             mlp, layer.mlp = layer.mlp, self._failing  # type: ignore[assignment]
@@ -286,6 +292,10 @@ class Failing(ParallelModelRunner):
             finally:
                 layer.mlp = mlp
         return super().forward(batch)
+
+    def _without_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.fail("logits")
+        return self._head(hidden)
 
     def _failing(self, hidden: torch.Tensor) -> torch.Tensor:
         self.fail("between")
@@ -302,17 +312,40 @@ class FailingInSample(Failing):
 
 
 def fail(
-    model: str, rank: int, where: str, graphs: bool = False, late: bool = False, **settings: Any
+    model: str,
+    rank: int,
+    where: str,
+    graphs: bool = False,
+    late: bool = False,
+    queued: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
     """What a request gets whose step fails on one rank, and what comes after it."""
     base = FailingInSample if where == "sample" else Failing
     part = {"model_runner": type("Failing", (base,), {"rank": rank, "where": where})}
     given = configs(model, **settings, late=late)
     # a forward fails on the host, when it is launched; its tokens may be late all the same
-    device = devices(graphs=graphs, late=late, at_once=1.0)
-    with device as made, LLMEngine(**given, **parallel(), parts=part) as engine:
-        num_graphs = len(made)
-        failed = engine.generate(PROMPTS[0], PARAMS[0])
+    device, captures, calls = devices(graphs=graphs, late=late, queued=queued, at_once=1.0), list[Any](), list[int]()
+    capture, expect = GraphCapture.capture, LateResults.expect
+
+    def count(*args: Any) -> None:
+        calls.append(1)
+        if where == "counted" and rank == RANK and len(calls) == 3:
+            raise MemoryError("no memory left")
+        expect(*args)
+
+    penalised = replace(PARAMS[0], repetition_penalty=1.1) if where == "counted" else PARAMS[0]
+    with device as made, pytest.MonkeyPatch.context() as patch, ExitStack() as closing:
+        patch.setattr(LateResults, "expect", count)
+        engine = closing.enter_context(LLMEngine(**given, **parallel(), parts=part))
+        num_graphs, core = len(made), engine.engine_core
+
+        def note_capture(*args: Any) -> None:
+            captures.append(getattr(core, "in_flight", None) is None)
+            capture(*args)
+
+        patch.setattr(GraphCapture, "capture", note_capture)
+        failed = engine.generate(PROMPTS[0], penalised)
         after, held = answers(engine, model), engine.stats().kv_tokens
         num_groups = [path.read_text("utf-8") for path in Path("/proc/self/task").glob("*/comm")].count(
             "gloo_tcp_loop\n"
@@ -328,6 +361,7 @@ def fail(
         "num_groups": num_groups,
         "num_graphs": [num_graphs, len(made)],
         "num_replays": [graph.num_replays for graph in made],
+        "captured_between_steps": captures,
     }
 
 
@@ -338,16 +372,16 @@ def apart() -> dict[str, Any]:
     runner.ranks, runner.tracer, runner.graph_capture = ranks, Tracer(), None
     runner.encoder = SimpleNamespace(clear=list)
 
-    def part(_: None) -> None:
+    def part() -> None:
         if RANK == 1:
             raise MemoryError("no memory left")
 
     errors = []
     try:
-        runner.on_all_ranks(part, None)
+        runner.on_all_ranks(part)
     except Exception as error:
         errors.append(str(error))
-    runner.on_all_ranks(lambda _: None, None)
+    runner.on_all_ranks(lambda: None)
     ranks.close()
     return {"errors": errors}
 
@@ -361,29 +395,80 @@ def on_cpus(model: str, backend: str) -> dict[str, Any]:
     return {"reasons": [event.reason for event in seen.events], "num_tokens": len(tokens)}
 
 
-def uncapturable(model: str, rank: int) -> dict[str, Any]:
-    """The answers of ranks, one of which cannot capture its steps."""
-    seen = Seen("graphs_unavailable")
-    given = configs(model) | {"trace_config": TraceConfig(readers=(seen,))}
+def uncapturable(model: str, rank: int, what: str) -> dict[str, Any]:
+    """The answers of ranks, one of which cannot capture its steps, or the steps of its draft model, or an all-reduce; a
+    step fails between them."""
+    seen, tries = Seen("graphs_unavailable", "graphs_captured"), list[str]()
+    drafts = "draft_model" if what == "draft" else "none"
+    given = configs(model, drafts=drafts) | {"trace_config": TraceConfig(readers=(seen,))}
+    capture = GraphCapture.capture
+
+    def note_try(self: Any, name: str, *args: Any) -> None:
+        tries.append(name)
+        capture(self, name, *args)
+
+    def is_refused() -> bool:
+        return rank == RANK and what in ("step", *tries[-1:])
+
+    def enter(self: Capture) -> Capture:
+        if is_refused():
+            raise torch.OutOfMemoryError("no memory for a graph")
+        return begin(self)
+
+    begin, part = Capture.__enter__, {"model_runner": type("Failing", (Failing,), {"rank": rank, "where": "before"})}
     with devices(graphs=True) as made, pytest.MonkeyPatch.context() as patch:
-        if rank == RANK:
-            patch.setattr(Capture, "__enter__", no_memory)
-        with LLMEngine(**given, **parallel()) as engine:
-            together = answers(engine, model, 1)
-        num_replays = sum(graph.num_replays for graph in made)
+        use_static_kernels(patch)  # of a draft model
+        all_reduce = torch.distributed.all_reduce
+
+        def reduce(*args: Any) -> Any:
+            if rank == RANK and what == "all-reduce" and Capture.active is not None:
+                raise RuntimeError("no such operation in a capture")
+            return all_reduce(*args)
+
+        patch.setattr(torch.distributed, "all_reduce", reduce)
+        patch.setattr(GraphCapture, "capture", note_try)
+        patch.setattr(Capture, "__enter__", enter)
+        with LLMEngine(**given, **parallel(), parts=part) as engine:
+            failed = engine.generate(PROMPTS[0], PARAMS[0])
+            together = answers(engine, model, 1, greedy=drafts != "none")
+            num_replays = sum(graph.num_replays for graph in made)
     with m6.LLMEngine(**configs(model)) as engine:
-        alone = answers(engine, model, 1)
+        alone = answers(engine, model, 1, greedy=drafts != "none")
     return {
+        "error": str(failed.error),
         "together": together,
         "alone": alone,
         "num_replays": num_replays,
-        "reasons": [event.reason for event in seen.events],
+        "tries": tries,
+        "reasons": [event.reason for event in seen.events if event.kind == "graphs_unavailable"],
+        "events": [[event.kind, event.model] for event in seen.events],
     }
 
 
-def no_memory(_: Any) -> None:
-    """Fail as a capture does on a full device."""
-    raise torch.OutOfMemoryError("no memory for a graph")
+def blocked(model: str) -> dict[str, Any]:
+    """The error of a step that fails on rank 1, while the host of rank 0 waits in C for its device."""
+    part = {"model_runner": type("Failing", (Blocked if RANK == 0 else Failing,), {"rank": 1, "where": "before"})}
+    with LLMEngine(**configs(model), **parallel(), parts=part) as engine:
+        began, failed = time.monotonic(), engine.generate(PROMPTS[0], PARAMS[0])
+        seconds, after = time.monotonic() - began, answers(engine, model, 1)
+    with m6.LLMEngine(**configs(model)) as engine:
+        alone = answers(engine, model, 1)
+    return {"error": str(failed.error), "seconds": seconds, "together": after, "alone": alone}
+
+
+class Blocked(ParallelModelRunner):
+    """In its third step the host waits until its group is aborted."""
+
+    rank, where, calls = 0, "", 0
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Wait, and compute."""
+        self.calls += 1
+        if self.calls == 3:
+            is_aborted = Event()
+            self.ranks.watch.guard(f"left {self.ranks.num_groups}", is_aborted.set)
+            assert is_aborted.wait(30)
+        return super().forward(batch)
 
 
 def use(model: str, other: str, folder: str, late: bool = False) -> dict[str, Any]:
@@ -625,6 +710,7 @@ CASES = {
         spoil,
         on_cpus,
         uncapturable,
+        blocked,
         use,
         end,
         read,

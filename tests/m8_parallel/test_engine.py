@@ -264,22 +264,69 @@ def test_a_part_of_a_step_ends_on_no_rank_before_it_has_ended_on_all(groups: Gro
     assert "no memory left" in error and "on rank 1" in error
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_memory_for_logits_fails_the_step_on_all_where_a_gather_is_only_queued(
+    groups: Groups, models: Models, rank: int
+) -> None:
+    found = groups(2).ask("fail", model=models("qwen3"), rank=rank, where="logits", queued=True)
+    assert "no memory left" in found["error"]
+    assert found["together"] == found["alone"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_whose_penalties_cannot_be_counted_on_one_rank_fails_on_all(
+    groups: Groups, models: Models, rank: int
+) -> None:
+    found = groups(2).ask("fail", model=models("qwen3"), rank=rank, where="counted", late=True)
+    assert "no memory left" in found["error"]
+    assert found["together"] == found["alone"]
+    assert found["held"] == 0
+
+
+def test_a_host_that_waits_in_c_learns_that_another_rank_has_left_the_step(groups: Groups, models: Models) -> None:
+    found = groups(2).ask("blocked", model=models("qwen3"))
+    assert "no memory left" in found["error"] and "on rank 1" in found["error"]
+    assert found["seconds"] < 10
+    assert found["together"] == found["alone"]
+
+
 @pytest.mark.parametrize("late", [False, True])
-def test_after_an_error_steps_are_captured_again(groups: Groups, models: Models, late: bool) -> None:
+def test_after_an_error_steps_are_captured_again_when_none_is_in_flight(
+    groups: Groups, models: Models, late: bool
+) -> None:
     found = groups(2).ask("fail", model=models("qwen3"), rank=1, where="before", graphs=True, late=late)
     assert "no memory left" in found["error"]
     assert found["together"] == found["alone"]
     before, after = found["num_graphs"]
     assert after == 2 * before and sum(found["num_replays"][before:]) > 10
+    assert found["captured_between_steps"] == [True]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_steps_that_one_rank_cannot_capture_run_eagerly_on_all(groups: Groups, models: Models, rank: int) -> None:
-    found = groups(2).ask("uncapturable", model=models("qwen3"), rank=rank)
+@pytest.mark.parametrize(
+    ("what", "error"), [("step", "no memory for a graph"), ("all-reduce", "no such operation in a capture")]
+)
+def test_steps_that_one_rank_cannot_capture_run_eagerly_on_all_and_are_not_captured_again(
+    groups: Groups, models: Models, rank: int, what: str, error: str
+) -> None:
+    found = groups(2).ask("uncapturable", model=models("qwen3"), rank=rank, what=what)
+    assert "no memory left" in found["error"]
     assert found["together"] == found["alone"]
-    assert found["num_replays"] == 0
+    assert found["num_replays"] == 0 and found["tries"] == ["target"]
     (reason,) = found["reasons"]
-    assert "no memory for a graph" in reason and (rank == 0 or "on rank 1" in reason)
+    assert error in reason and (rank == 0 or "on rank 1" in reason)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_draft_model_that_one_rank_cannot_capture_leaves_the_graphs_of_the_target(
+    groups: Groups, models: Models, rank: int
+) -> None:
+    found = groups(2).ask("uncapturable", model=models("qwen3"), rank=rank, what="draft")
+    assert "no memory left" in found["error"]
+    assert found["together"] == found["alone"]
+    assert found["num_replays"] > 0
+    captured, unavailable = ["graphs_captured", "target"], ["graphs_unavailable", "draft"]
+    assert found["events"] == [captured, unavailable, captured, captured]  # the last one is behind the error
 
 
 @pytest.mark.exhaustive
