@@ -6,9 +6,7 @@ request ends. The text and its tail together are exactly `tokenizer.decode(all i
 vLLM: `v1/engine/detokenizer.py`; SGLang: `detokenizer_manager.py`.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -36,12 +34,13 @@ class IncrementalDetokenizer:
                                        ^start    ^newest  ^end
     `push` only stores a token. Reading the text decodes `ids[start:]`. Once the newest tokens are complete, they become
     the context, from `start` to `newest`. The context is needed because some tokenizers treat the first token of a text
-    differently (they drop its leading space). Those whose tokens are bytes and nothing else (Qwen's) need none.
+    differently (they drop its leading space). Where tokens are bytes and nothing else, as Qwen's, `start` is `newest`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
-        decode, self._needs_context = _decoder_of(tokenizer)
-        self._decode: Callable[..., str] = partial(decode, skip_special_tokens=skip_special_tokens)
+        self._tokenizer, self._options = _decoder_of(tokenizer)
+        self._needs_context = not isinstance(getattr(self._tokenizer, "decoder", None), ByteLevel)
+        self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
         self.reading = Reading()
         """The text as of the last time that it was read."""
@@ -100,16 +99,18 @@ class IncrementalDetokenizer:
             emitted = len(self._decode(self._ids[start:end])) if start < end else 0
         return Reading(text + new, tail, start, newest, end, emitted)
 
+    def _decode(self, ids: list[int], *, skip_special_tokens: bool | None = None) -> str:
+        skip = self._skip_special_tokens if skip_special_tokens is None else skip_special_tokens
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, **self._options))
 
-def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[..., str], bool]:
-    """Return the function that decodes ids, and whether the text of a token may depend on the tokens before it.
 
-    It is the tokenizers library's function if transformers adds nothing to its own: it takes a third of the time.
+def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, dict[str, Any]]:
+    """Return the object whose `decode` to call, and its keyword arguments.
+
+    It is the tokenizers library's object if transformers adds nothing to its `decode`: it takes a third of the time.
     """
     base = PreTrainedTokenizerFast
     methods = ((getattr(tokenizer, name, None), getattr(base, name)) for name in ("decode", "_decode"))
     if all(getattr(method, "__func__", None) is inherited for method, inherited in methods):
-        backend = tokenizer.backend_tokenizer
-        decode: Callable[..., str] = backend.decode
-        return decode, not isinstance(backend.decoder, ByteLevel)
-    return partial(tokenizer.decode, clean_up_tokenization_spaces=False), True  # type: ignore[return-value]
+        return tokenizer.backend_tokenizer, {}
+    return tokenizer, {"clean_up_tokenization_spaces": False}

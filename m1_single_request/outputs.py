@@ -74,7 +74,7 @@ class RequestMetrics(Struct, frozen=True):
         return None if self.finished_time is None else self.finished_time - self.arrival_time
 
 
-class RequestOutput(Struct, frozen=True):
+class RequestOutput(Struct, frozen=True, weakref=True):
     """A request's result so far, after a step."""
 
     request_id: str

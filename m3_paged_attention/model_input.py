@@ -44,10 +44,14 @@ def make_model_input(rows: Sequence[BatchRow], block_tables: np.ndarray, block_s
         positions = positions[owner] + offsets
     blocks, offsets = np.divmod(positions, block_size)
     slots = tables[owner, blocks] * np.int64(block_size) + offsets
+    if last is None:
+        metadata = AttentionMetadata.of_decodes(positions + 1, tables, slots)
+    else:
+        metadata = AttentionMetadata.build(query_lens, starts, tables, slots)
     return ModelInput(
         input_ids=torch.from_numpy(np.array(token_ids)),
         positions=torch.from_numpy(positions),
-        attn_metadata=AttentionMetadata.build(query_lens, starts, tables, slots),
+        attn_metadata=metadata,
         logits_indices=last,
     )
 

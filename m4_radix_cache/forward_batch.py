@@ -36,19 +36,19 @@ class ForwardBatch(ModelInput):
     @classmethod
     def init_new(cls, batch: ModelWorkerBatch, model_runner: HoldsTables) -> "ForwardBatch":
         """Build the tensors of a batch, in which requests with more than one new token come first."""
-        pool = model_runner.req_to_token_pool
+        pool, slots = model_runner.req_to_token_pool, batch.out_cache_loc
+        tables = pool.page_tables(batch.req_pool_indices, max(batch.seq_lens.tolist()), model_runner.page_size)
         if batch.extend_lens is None or batch.prefix_lens is None:
             positions, last = batch.seq_lens - 1, None
-            prefix_lens, extend_lens = positions.tolist(), [1] * len(batch.rids)
+            metadata = AttentionMetadata.of_decodes(batch.seq_lens, tables, slots)
         else:
-            prefix_lens, extend_lens = batch.prefix_lens, batch.extend_lens
-            positions, ends = extend_positions(prefix_lens, extend_lens)
+            positions, ends = extend_positions(batch.prefix_lens, batch.extend_lens)
             last = torch.from_numpy(ends - 1)
-        tables = pool.page_tables(batch.req_pool_indices, max(batch.seq_lens.tolist()), model_runner.page_size)
+            metadata = AttentionMetadata.build(batch.extend_lens, batch.prefix_lens, tables, slots)
         return cls(
             input_ids=torch.from_numpy(batch.input_ids),
             positions=torch.from_numpy(positions),
-            attn_metadata=AttentionMetadata.build(extend_lens, prefix_lens, tables, batch.out_cache_loc),
+            attn_metadata=metadata,
             logits_indices=last,
             forward_mode=batch.forward_mode,
             batch_size=len(batch.rids),

@@ -9,6 +9,8 @@ from functools import wraps
 from random import Random
 from typing import Any
 
+from msgspec.structs import asdict
+
 from m1_single_request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from m7_serving import SamplingParams
 from tests.contracts.part import Broken, Part, same
@@ -248,7 +250,7 @@ async def test_it_keeps_one_output_of_each_request(part: Any) -> None:
     alive: list[weakref.ref[Any]] = []
     for number in range(500):
         made = output("ab"[number % 2], "x" * (number + 1))
-        traced = Traced(**vars(made))
+        traced = Traced(**asdict(made))
         alive.append(weakref.ref(traced))
         mailbox.put(traced)
     del traced, made
