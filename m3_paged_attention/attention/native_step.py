@@ -100,6 +100,8 @@ class NativeStep:
         width = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
         self._work = torch.empty(MOST_TOKENS * width, dtype=model.dtype)
         self._angles = torch.empty(MOST_TOKENS * config.head_dim)
+        self._output = torch.empty(MOST_TOKENS, config.hidden_size, dtype=model.dtype)
+        self._outputs: dict[int, Tensor] = {}  # its first rows, by number: to allocate them takes a tenth of the Python
         self.table.work, self.table.angles = self._work.data_ptr(), self._angles.data_ptr()
         if config.experts is not None:
             self._add_experts(config.experts)
@@ -110,37 +112,37 @@ class NativeStep:
         return num_tokens <= MOST_TOKENS and self._known == self.model.layers
 
     def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Return the hidden states `[num_tokens, hidden_size]` after the last norm.
+        """Return the hidden states `[num_tokens, hidden_size]` after the last norm, in memory of the next call.
 
         `input_ids` and `positions` are int64 `[num_tokens]`.
         """
-        input_ids, positions = input_ids.contiguous(), positions.contiguous()
-        output, table = self.fill(input_ids, positions, metadata), self.table
+        input_ids, positions, table = input_ids.contiguous(), positions.contiguous(), self.table
+        num_tokens = input_ids.shape[0]
+        output = self._outputs.get(num_tokens)
+        if output is None:
+            output = self._outputs[num_tokens] = self._output[:num_tokens]
+        self.fill(input_ids, positions, metadata, output)
         self.run_layers(ctypes.addressof(table))
         while table.num_experts and table.layer < table.num_layers:
             mlp = self.model.layers[table.layer].mlp
-            experts, weights = mlp.choose(self._logits[: len(output)])
+            experts, weights = mlp.choose(self._logits[:num_tokens])
             table.experts, table.expert_weights = experts.data_ptr(), weights.data_ptr()
             self.run_layers(ctypes.addressof(table))
         return output
 
-    def fill(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Write the pointers to a step's inputs to the table, and return its output, which `run_layers` writes.
+    def fill(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, output: Tensor) -> None:
+        """Write the pointers to the inputs and the output of a step to the table, all contiguous.
 
-        The caller keeps the inputs until then.
+        `output` `[num_tokens, hidden_size]` is what `run_layers` writes; the caller keeps all of them until then.
         """
-        num_tokens, tables = input_ids.shape[0], metadata.block_tables
-        assert num_tokens <= MOST_TOKENS
-        output = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self.model.dtype)
-        table = self.table
-        table.num_tokens, table.num_prefill_tokens = num_tokens, metadata.num_prefill_tokens
+        tables, table = metadata.block_tables, self.table
+        table.num_tokens, table.num_prefill_tokens = output.shape[0], metadata.num_prefill_tokens
         table.num_prefills, table.num_decodes = metadata.num_prefills, metadata.num_decodes
         table.table_stride, table.threads = tables.stride(0), torch.get_num_threads()
         table.input_ids, table.positions = input_ids.data_ptr(), positions.data_ptr()
         table.slots, table.starts = metadata.slot_mapping.data_ptr(), metadata.query_start_loc.data_ptr()
         table.lengths, table.tables = metadata.seq_lens.data_ptr(), tables.data_ptr()
         table.output, table.layer = output.data_ptr(), -1
-        return output
 
     def _add_experts(self, config: ExpertsConfig) -> None:
         """Write the sizes and the memory of experts to the table."""

@@ -79,7 +79,8 @@ class WholeStep:
 
         `rows`: those of the batch, one for each request, where its token is written to; None: the host chooses.
         """
-        hidden = step.fill(batch.input_ids, batch.positions, batch.attn_metadata)
+        hidden = torch.empty(len(batch.input_ids), runner.model.config.hidden_size, dtype=runner.model.dtype)
+        step.fill(batch.input_ids, batch.positions, batch.attn_metadata, hidden)
         pointers = {"input_ids": batch.input_ids.data_ptr(), "newest": newest.data_ptr()}
         table, choice = CWholeStep(step=CStep.from_buffer_copy(step.table), **pointers), None
         if rows is not None:
