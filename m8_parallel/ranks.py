@@ -13,6 +13,7 @@ besides:
 vLLM: `distributed/parallel_state.py` (`GroupCoordinator`); SGLang the same. There an error on one rank ends the job.
 """
 
+import math
 import re
 import time
 import traceback
@@ -284,9 +285,12 @@ class Ranks(Notes):
 
         `call` must end with a meeting, or a message of rank 0. An error of one rank before that is raised on all. Then
         they have left their group, so that none waits in a collective for ever, and have formed the next one. An error
-        of the device itself ends the job.
+        of the device itself ends the job, and so does a part that takes longer than any wait may: the device waits for
+        a rank whose host hangs.
         """
         self.in_step = True
+        if self.watch is not None:
+            self.watch.deadline = time.monotonic() + self.long_timeout_s
         try:
             return call()
         except (EngineDeadError, torch.AcceleratorError) as error:  # this rank is lost
@@ -301,6 +305,8 @@ class Ranks(Notes):
             raise agreed or RanksDifferError("another rank has left the step without an error") from None
         finally:
             self.in_step = False
+            if self.watch is not None:
+                self.watch.deadline = math.inf
 
     def form_anew(self) -> None:
         """Leave the group of a step, so that the others leave it, too, and form the next one with them."""

@@ -7,10 +7,12 @@ so the survivors on the same host end it. A host that waits for its device in C 
 what the device waits for (`Watch.guard`). vLLM and SGLang watch their own child processes; here there are none.
 """
 
+import math
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +44,8 @@ class Watch:
         self._closed = threading.Event()
         self._guarded: tuple[str, Callable[[], object]] | None = None
         self._ended = ""  # the note of the last group that this thread has ended
+        self.deadline = math.inf
+        """Monotonic seconds at which the part of a step that runs is taken for hanging, and this rank for lost."""
         self._seen: dict[int, tuple[bytes, int]] = {}  # the last heartbeat of a rank, and how often it was the same
         self._places: dict[int, tuple[str, int]] = {}  # host and process, by rank
         store.set(f"beat {rank}", "0")
@@ -89,6 +93,8 @@ class Watch:
                 return
 
     def _look_at_group(self) -> None:
+        if time.monotonic() > self.deadline:
+            self.lost = self.lost or f"rank {self.rank} has waited too long in a step"
         note, end = self._guarded or ("", None)
         if end is not None and note != self._ended and (self.lost or self._store.check([note])):
             self._ended = note

@@ -1,5 +1,7 @@
 """What a rank does while its device waits for the others, and what it does with a step in flight."""
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from queue import Queue
@@ -192,6 +194,26 @@ def test_the_heartbeat_ends_the_group_where_a_rank_is_lost(watch: Watch) -> None
     watch.guard("left 1", lambda: ended.put("first"))
     watch.lost = "rank 1 gives no sign of life"
     assert ended.get(timeout=10) == "first"
+
+
+def test_the_heartbeat_ends_the_group_of_a_part_that_hangs(watch: Watch) -> None:
+    ended: Queue[str] = Queue()
+    watch.guard("left 1", lambda: ended.put("first"))
+    watch.deadline = time.monotonic() + 60.0
+    beats(watch)
+    assert watch.lost is None and ended.empty()
+    watch.deadline = time.monotonic()
+    assert ended.get(timeout=10) == "first" and "too long" in str(watch.lost)
+
+
+def test_only_a_part_of_a_step_has_a_deadline() -> None:
+    ranks = Ranks(long_timeout_s=60.0)
+    ranks.watch = SimpleNamespace(deadline=math.inf)
+    left = ranks.together(lambda: ranks.watch.deadline - time.monotonic())
+    assert 0 < left <= 60.0 and ranks.watch.deadline == math.inf
+    with pytest.raises(ZeroDivisionError):
+        ranks.together(lambda: 1 / 0)
+    assert ranks.watch.deadline == math.inf
 
 
 @pytest.fixture
