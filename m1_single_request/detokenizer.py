@@ -39,7 +39,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._options = _decoder_of(tokenizer)
-        self._needs_context = not isinstance(getattr(self._tokenizer, "decoder", None), ByteLevel)
+        self._needs_context = self._tokenizer is tokenizer or not isinstance(self._tokenizer.decoder, ByteLevel)
         self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
         self.reading = Reading()

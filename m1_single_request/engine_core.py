@@ -13,8 +13,8 @@ import math
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -61,25 +61,6 @@ class StepRecord:
         now = time.perf_counter()
         self.laps.append((phase, self.lap_began, now))
         self.lap_began = now
-
-
-class _Change(HeldInterrupt):
-    """The context of `EngineCoreBase.changing`. Each step enters one: a generator would take three times as long."""
-
-    def __init__(self, core: "EngineCoreBase") -> None:
-        self.core, self.was_changing = core, core.is_changing
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self.core.is_changing = True
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        try:
-            if isinstance(error[0], BaseException) and not isinstance(error[0], Exception):
-                self.core.die_of(error[0])
-        finally:
-            self.core.is_changing = self.was_changing
-            super().__exit__(kind, *error)
 
 
 class EngineCoreBase(ABC):
@@ -181,17 +162,27 @@ class EngineCoreBase(ABC):
         """Release the KV of all requests."""
         self._forget_all(FinishAbort())
 
-    def changing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def changing(self) -> Iterator[None]:
         """Hold Ctrl-C in the block. A second one stops the block with `KeyboardInterrupt`, by default. After that, and
-        any other exception that is no `Exception`, the engine is dead and holds nothing."""
-        return _Change(self)
+        any other exception that is no `Exception`, the engine is dead and holds nothing.
 
-    def die_of(self, interrupt: BaseException) -> None:
-        """End all requests, without outputs: a call was stopped in the middle."""
-        self.dead = EngineDeadError(f"a call was stopped in the middle by {type(interrupt).__name__}")
-        self.was_interrupted = True
-        self._open.clear()
-        self._forget_all(FinishError(self.dead))
+        A class would be faster, and unsafe: a signal may come as its `__exit__` begins. A generator that is dropped
+        ends by an exception."""
+        with HeldInterrupt():
+            before, self.is_changing = self.is_changing, True
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException as interrupt:
+                self.dead = EngineDeadError(f"a call was stopped in the middle by {type(interrupt).__name__}")
+                self.was_interrupted = True
+                self._open.clear()
+                self._forget_all(FinishError(self.dead))
+                raise
+            finally:
+                self.is_changing = before
 
     # --- parts of a step ----------------------------------------------------------------------------------------------
 

@@ -174,10 +174,9 @@ class LLMEngine:
 
         Outputs of streams go to their streams.
         """
+        self._check_usable()
         if self.engine_core.has_unfinished_requests() or not self._outputs:
             self._advance()
-        else:
-            self._check_usable()
         outputs, self._outputs = self._outputs, {}
         return outputs
 

@@ -88,7 +88,7 @@ def checked(output: Any, expected: Mapping[str, int]) -> ModelRunnerOutput:
     if not all([isinstance(each, dict | Mapping) for each in mappings]):
         raise PartError(f"{source} returned errors or prompt_logprobs that are not a mapping by request id")
     most = {request_id: limit for request_id, limit in expected.items() if limit and request_id not in output.errors}
-    if req_ids == [*most] and all(map(_is_valid, token_ids, logprobs, most.values())):
+    if list(req_ids) == [*most] and all(map(_is_valid, token_ids, logprobs, most.values())):
         return output
     if unknown := set(req_ids).difference(expected):
         raise PartError(f"{source} returned a row for {min(map(repr, unknown))}, which is not in this step")

@@ -462,6 +462,57 @@ def test_a_second_interrupt_inside_a_step_stops_it_at_once_and_leaves_a_dead_eng
     check_dead(variant, engine, before, stream)
 
 
+def test_a_second_interrupt_on_the_way_out_of_a_step_leaves_an_engine_that_can_be_closed(
+    variant: Variant, make_engine: MakeEngine
+) -> None:
+    """At the beginning of each of the first functions that are called when the step is over."""
+    for at in range(1, 7):
+        engine = make_engine(seats=SEATS)
+        submit(engine)
+        interrupt_behind(engine.engine_core, at)
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert not engine.engine_core.is_changing
+        engine.close()
+
+
+def interrupt_behind(core: Any, at: int) -> None:
+    """Send SIGINT at the end of `run_step`, and once more as the function begins that is called then as the `at`th."""
+    run_step, left = core.run_step, [at]
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        left[0] -= event == "call"
+        if not left[0]:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupted() -> Any:
+        outputs = run_step()
+        signal.raise_signal(signal.SIGINT)
+        sys.setprofile(look)
+        return outputs
+
+    core.run_step = interrupted
+
+
+def test_outputs_that_wait_do_not_hide_that_a_call_was_stopped(variant: Variant, make_engine: MakeEngine) -> None:
+    interrupts = Interrupts()
+    engine = make_engine({"scheduler": interrupts.after(variant.part("scheduler"), "update_from_output")}, seats=SEATS)
+    submit(engine)
+    stream = engine.stream(PROMPTS["a"], greedy(9))
+    next(stream)  # the outputs of the others wait for `step`
+    interrupts.num = 2
+    with pytest.raises(KeyboardInterrupt):
+        for _ in stream:
+            pass
+    with pytest.raises(EngineDeadError):
+        engine.step()
+
+
 @pytest.mark.parametrize("role", ["output_processor", "sampler", "detokenizer"])
 def test_a_part_that_raises_what_is_no_exception_leaves_a_dead_engine(
     variant: Variant, make_engine: MakeEngine, role: str

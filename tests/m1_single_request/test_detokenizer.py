@@ -256,6 +256,19 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_called(kind: type[PreTrained
         assert "".join(growth(ids[:1], tokenizer)) == "?"
 
 
+class DropsASpace(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """One that treats the beginning of a text differently, over bytes that do not."""
+
+    def decode(self, *args: Any, **settings: Any) -> str:
+        return str(super().decode(*args, **settings)).removeprefix(" ")
+
+
+def test_a_tokenizer_that_treats_the_beginning_differently_gets_a_context() -> None:
+    tokenizer = DropsASpace(tokenizer_object=real_tokenizer().backend_tokenizer)
+    ids = real_tokenizer().encode(" the words of a text")
+    assert "".join(growth(ids, tokenizer)) == tokenizer.decode(ids) == "the words of a text"
+
+
 @pytest.mark.parametrize("text", ["plain words", "a café 🙂"])
 @pytest.mark.parametrize("every", [1, 3, 100])
 def test_an_interrupted_reading_is_made_again_and_doubles_nothing(text: str, every: int) -> None:
